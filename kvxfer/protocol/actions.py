@@ -38,6 +38,7 @@ class LegReport:
     folds: npt.NDArray[np.uint64]  # over digests of what landed; empty under verify="coverage"
     violations: int  # frames refused for this leg (a chunk sent twice, ...)
     bytes_landed: int
+    digests: npt.NDArray[np.uint64] | None = None  # content digests by chunk ordinal, where Verify asked for them
 
 
 # ---- both sides ------------------------------------------------------------------------------------------------------
@@ -47,8 +48,11 @@ class LegReport:
 class Send:
     """Hand ``message`` to the session's socket. Losing it is the network's right; the cores repeat what must arrive."""
 
-    session: int
+    session: int  # -1: an answer to somebody who has no session
     message: Message
+    epoch: bytes  # 16 bytes; HELLO: decode's nonce and eight zero bytes
+    sequence: int  # per session and direction, from 0, rising
+    route: bytes = b""  # prefill: the ROUTER's name of the peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ class Verify:
 
     reservation: int
     legs: tuple[tuple[int, int], ...]  # (session, leg)
+    with_digests: bool = False  # after a mismatch: the report must carry the content digests
 
 
 @dataclass(frozen=True, slots=True)
