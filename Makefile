@@ -36,7 +36,7 @@ $(STAMPS)/python: $(STAMPS)/system pyproject.toml constraints.txt scripts/setup-
 # Editable, so that Python changes need no install; the C++ core is rebuilt when its sources change.
 $(STAMPS)/installed: $(STAMPS)/python $(NATIVE_SOURCES)
 	@echo "Building the C++ core"
-	@$(VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	@$(VENV)/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 run: setup
