@@ -1,4 +1,4 @@
-#include "native/lanes/leg_table.hpp"
+#include "lanes/leg_table.hpp"
 
 #include <algorithm>
 #include <cstring>

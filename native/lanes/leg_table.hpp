@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-#include "native/core/pool_map.hpp"
-#include "native/digest/xxh3.hpp"
+#include "core/pool_map.hpp"
+#include "digest/xxh3.hpp"
 
 namespace kvxfer {
 
