@@ -56,6 +56,10 @@ class GeometryError(KvxferError, ValueError):
     """A tensor, page list or argument does not fit the pool it names. Raised locally, nothing was sent."""
 
 
+class ConfigurationError(KvxferError, ValueError):
+    """An address, key file or option that cannot be used as it is; the message says what to write instead."""
+
+
 class OwnershipError(KvxferError):
     """S5: a page is already owned by a live or quarantined reservation, or claimed twice by this one."""
 
