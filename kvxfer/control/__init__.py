@@ -1,0 +1,1 @@
+"""The control plane: ZeroMQ sockets, CURVE keys, and messages as bytes."""
