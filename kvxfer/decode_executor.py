@@ -27,6 +27,7 @@ from kvxfer.protocol import actions as act
 from kvxfer.protocol.actions import Action, Audit, LegReport
 from kvxfer.protocol.config import DecodeConfig
 from kvxfer.protocol.decode import DecodeCore
+from kvxfer.record_bounds import max_record_bytes
 from kvxfer.shards import plan
 from kvxfer.zero_tail import tail_runs
 
@@ -68,7 +69,7 @@ class DecodeExecutor(Endpoint):
         self._handoffs: dict[int, Handoff] = {}
         self._links: dict[int, _Link] = {}
         self._by_fd: dict[int, _Link] = {}
-        self._max_record_bytes = self._limits.record_bytes
+        self._max_record_bytes = max_record_bytes(pool.geometry)
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
         self._connectors: set[threading.Thread] = set()
         self._core = DecodeCore(

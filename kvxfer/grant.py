@@ -28,7 +28,7 @@ class Grant:
     reuse it before.
     """
 
-    __slots__ = ("_endpoint", "_error", "_id", "_pending", "_released", "_source", "request_id", "tag")
+    __slots__ = ("_committing", "_endpoint", "_error", "_id", "_pending", "_released", "_source", "request_id", "tag")
 
     def __init__(
         self, token: object, endpoint: PrefillEndpoint, grant: int, source: _native.SourceGrant, request_id: str, tag: Any
@@ -42,6 +42,7 @@ class Grant:
         self.tag = tag
         self._error: KvxferError | None = None
         self._released = False
+        self._committing = False  # commit was called and waits behind those writes
         self._pending = 0  # writes whose events have not happened yet
 
     def write(
@@ -129,7 +130,7 @@ Batch = tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[n
 class Plan:
     """The writes of a whole batch of requests, prepared once and carried out layer by layer. Made by ``PrefillEndpoint.plan``."""
 
-    __slots__ = ("_endpoint", "_entries", "_lock", "_written")
+    __slots__ = ("_committing", "_endpoint", "_entries", "_lock", "_written")
 
     def __init__(self, endpoint: PrefillEndpoint, entries: Sequence[tuple[Grant, Mapping[str, Pages]]]) -> None:
         self._endpoint = endpoint

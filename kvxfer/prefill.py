@@ -19,6 +19,7 @@ from kvxfer.grant import _MAKE, Batch, Grant, Layers, Plan
 from kvxfer.pages import Pages
 from kvxfer.prefill_executor import PrefillExecutor
 from kvxfer.protocol.actions import Notify
+from kvxfer.record_bounds import MAX_AUX_BYTES
 
 
 @final
@@ -127,7 +128,7 @@ class PrefillEndpoint(PrefillExecutor):
     def _write_now(self, grant: Grant, batches: Sequence[Batch], progress: bool) -> None:
         with self._lock:
             self._check_open()
-            self._core.check_write(grant._id)
+            self._check_write(grant)
             self._core.note_written(grant._id)
         self._post(grant, batches, progress)
 
@@ -166,9 +167,13 @@ class PrefillEndpoint(PrefillExecutor):
     def _commit(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
         if n_tokens < 0:
             raise GeometryError("n_tokens must not be negative", request_id=grant.request_id, n_tokens=n_tokens)
+        if len(aux) > MAX_AUX_BYTES:
+            raise GeometryError(
+                "aux is too long", request_id=grant.request_id, aux_bytes=len(aux), max_aux_bytes=MAX_AUX_BYTES
+            )
         with self._lock:
             self._check_open()
-            self._core.check_write(grant._id)
+            self._check_write(grant)
             self._check_within(grant, n_tokens)
             if grant._pending:
                 self._commit_after_pending(grant, n_tokens, aux)

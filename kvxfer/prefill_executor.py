@@ -6,6 +6,7 @@ import os
 import queue
 import struct
 import threading
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -280,10 +281,12 @@ class PrefillExecutor(Endpoint):
             grant._source.close()
         self._attached.pop(action.grant, None)
 
-    # ---- writes that wait for an event -------------------------------------------------------------------------------
+    def _check_write(self, grant: Grant) -> None:
+        self._core.check_write(grant._id)
+        if grant._committing:
+            raise AdmissionClosed("the grant has been committed; nothing more can be written", request_id=grant.request_id)
 
-    def _batches(self, request_id: str, pages: Any, layers: Any) -> list[Batch]:
-        raise NotImplementedError
+    # ---- writes that wait for an event -------------------------------------------------------------------------------
 
     def _write_after(self, grant: Grant, batches: Sequence[Batch], after: Any, progress: bool) -> None:
         self._write_entries_after([(grant, batches)], after, progress)
@@ -297,7 +300,7 @@ class PrefillExecutor(Endpoint):
             alive = []
             for grant, batches in entries:
                 try:
-                    self._core.check_write(grant._id)
+                    self._check_write(grant)
                 except AdmissionClosed:
                     if len(entries) == 1:
                         raise
@@ -330,12 +333,13 @@ class PrefillExecutor(Endpoint):
                     self._drive(self._core.abort(self._now(), grant._id, str(error)))
                     self._rearm()
 
+    @abstractmethod
     def _post(self, grant: Grant, batches: Sequence[Batch], progress: bool) -> None:
-        raise NotImplementedError
+        """Digests and queues in the calling thread."""
 
     def _commit_after_pending(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
         """The worker carries out jobs in order: when it comes to this one, the grant's earlier writes are done."""
-        self._core.close_admission(grant._id)
+        grant._committing = True
         self._submit(lambda: self._commit_later(grant, n_tokens, aux))
 
     def _commit_later(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
@@ -349,8 +353,9 @@ class PrefillExecutor(Endpoint):
                 self._drive(self._core.abort(self._now(), grant._id, str(cause)))
             self._rearm()
 
+    @abstractmethod
     def _check_within(self, grant: Grant, n_tokens: int) -> None:
-        raise NotImplementedError
+        """Raises GeometryError where a written page lies beyond ``n_tokens``."""
 
     def _commit_now(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
         actions = self._core.commit(self._now(), grant._id, n_tokens, len(aux))
