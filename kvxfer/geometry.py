@@ -83,7 +83,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """A whole pool. ``capacity_tokens`` is the longest sequence whose pages fit (0: no group is indexed by token)."""
+    """A whole pool. ``capacity_tokens`` is the longest sequence whose pages fit (0: nothing bounds it, as no group is
+    indexed by token or all of those keep only a window)."""
 
     groups: tuple[Group, ...]
     capacity_tokens: int = 0

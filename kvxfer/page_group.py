@@ -246,8 +246,8 @@ def _inner_axis(axis: int, what: str, shape: tuple[int, ...], page_axis: int, ou
         raise GeometryError(f"{what} cannot be the page axis", axis=axis)
     if axis in outer:
         raise GeometryError(
-            f"{what} {axis} lies around the page axis, not inside a page; leave it out and name one layer for each of its "
-            "indices",
+            f"{what} {axis} lies around the page axis, not inside a page; leave it out and name a layer for each "
+            "of its indices",
             shape=shape,
         )
     return axis
