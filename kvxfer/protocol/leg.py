@@ -1,7 +1,8 @@
 """How the chunks and folds of one leg are numbered, and the checks that its slices and pages stay inside the pool.
 
 Both sides build a ``LegLayout`` from the same RESERVE, and the native cores count in the same way
-(native/lanes/record.hpp). Groups are taken in order of group index; within a group page by page, within a page slice by slice:
+(native/lanes/record.hpp). Groups are taken in order of group index; within a group page by page, within a page slice
+by slice:
 
     ordinal(group, page index k, slice ordinal s) = base(group) + k * n_slices(group) + s
 
@@ -32,7 +33,7 @@ MAX_SLICES = 1 << 20
 
 
 class Chunk(NamedTuple):
-    """Where one chunk lies: ``slice`` is its shard unit, ``logical`` the page of the sequence, ``pool_page`` decode's."""
+    """Where one chunk lies. ``slice`` is its shard unit, ``logical`` the sequence's page, ``pool_page`` decode's."""
 
     group: int
     region: int
