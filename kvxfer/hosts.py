@@ -15,7 +15,7 @@ WILDCARDS = frozenset({"*", "", "0.0.0.0", "::"})
 
 @functools.cache
 def host_identity() -> str:
-    """Names the running kernel and network namespace. Two processes with the same one share loopback and Unix sockets."""
+    """Names the running kernel and network namespace: processes with the same one share loopback and Unix sockets."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -114,3 +114,19 @@ def is_loopback_ip(address: str) -> bool:
 def is_loopback(host: str) -> bool:
     """True only if every address of ``host`` is a loopback address; a wildcard never is."""
     return host not in WILDCARDS and all(is_loopback_ip(address) for address in resolve(host))
+
+
+def outward_ip() -> str:
+    """The address by which others most likely reach this host: that of the default route. Sends nothing."""
+    for family, target, fallback in (
+        (socket.AF_INET, "192.0.2.1", None),  # TEST-NET-1: routed like any other address, answered by nobody
+        (socket.AF_INET6, "2001:db8::1", "127.0.0.1"),
+    ):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            if fallback is not None:
+                return fallback
+    raise AssertionError("the last family has a fallback")
