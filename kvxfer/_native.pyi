@@ -177,6 +177,11 @@ class Receiver:
     def digests(self, reservation: int, leg: int) -> U64:
         """Content digests by chunk ordinal, 0 where nothing landed."""
 
-    def forget(self, reservation: int, leg: int) -> None: ...
+    def forget(self, reservation: int, leg: int) -> None:
+        """Revokes first."""
+
+    def sunk_frames(self) -> int:
+        """Frames for unknown or revoked legs, and refused ones, whose bytes went nowhere."""
+
     def fence(self) -> None:
         """Closes all lanes and joins their threads: when this returns no byte from this peer lands."""
