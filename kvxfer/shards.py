@@ -137,8 +137,8 @@ def _uncovered(group: Group, region: Region, having: Sequence[_Holder], first: i
         what = f"layer {region.layer!r}"
         field, ours, theirs = "layers", region.layer, "none of the prefill ranks"
     return IncompatiblePool(
-        f"no prefill rank holds {what} of group {group.name!r}; list every rank of the prefill, and name groups and layers "
-        "alike on both sides",
+        f"no prefill rank holds {what} of group {group.name!r}; list every rank of the prefill, and name groups and "
+        "layers alike on both sides",
         field=field,
         ours=ours,
         theirs=theirs,
