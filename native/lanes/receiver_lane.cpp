@@ -28,12 +28,13 @@ int make_wake() {
   return fd;
 }
 
-// Signals are the application's; they must reach its own threads.
+// Signals are the application's; they must reach its own threads. Those that a thread raises by itself stay with it.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
     sigset_t all;
     sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
