@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvxfer.control.inbox import MAX_BATCH, Received, Refused, judge, set_common_options
+from kvxfer.control.inbox import MAX_BATCH, judge, set_common_options
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.loopback import dial_address
+from kvxfer.control.refused import Refused
 from kvxfer.errors import Closed, ConfigurationError
 from kvxfer.hosts import Address, parse_address
+from kvxfer.protocol.messages import Message
 
 _HWM = 1024
 _TROUBLE = {
@@ -24,6 +27,14 @@ _TROUBLE = {
 }
 # these follow every other failure, so they never replace its reason
 _VAGUE = frozenset({int(zmq.EVENT_CONNECT_RETRIED), int(zmq.EVENT_DISCONNECTED)})
+
+
+class Answer(NamedTuple):
+    """One message of the server."""
+
+    epoch: bytes
+    sequence: int
+    message: Message
 
 
 class ControlClient:
@@ -66,16 +77,17 @@ class ControlClient:
         """True if ``receive`` would return something now."""
         return bool(int(self._require().getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def receive(self) -> list[Received | Refused]:
+    def receive(self) -> list[Answer | Refused]:
         """At most 64 messages and refusals that wait now; never blocks."""
         socket = self._require()
-        batch: list[Received | Refused] = []
+        batch: list[Answer | Refused] = []
         while len(batch) < MAX_BATCH:
             try:
                 parts = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            batch.append(judge(parts, b"", self._limits))
+            found = judge(parts, b"", self._limits)
+            batch.append(found if isinstance(found, Refused) else Answer(found.epoch, found.sequence, found.message))
         return batch
 
     def send(self, frame: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""What a control socket hands over: messages that passed every check, and what was refused."""
+"""What both control sockets share: how a frame is judged, and the bounds of a socket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import zmq
 
 from kvxfer.control.codec import decode
 from kvxfer.control.limits import Limits
+from kvxfer.control.refused import Refused
 from kvxfer.errors import ProtocolViolation
 from kvxfer.protocol.messages import Message
 
@@ -15,21 +16,12 @@ MAX_BATCH = 64
 
 
 class Received(NamedTuple):
-    """One message. ``route`` is the ROUTER's name of the peer, empty at the client."""
+    """One message. ``route`` is the ROUTER's name of the peer."""
 
     route: bytes
     epoch: bytes
     sequence: int
     message: Message
-
-
-class Refused(NamedTuple):
-    """A frame or peer that was refused and changed nothing. ``kind``: oversize, header, version, unknown, malformed,
-    parts, unauthorised."""
-
-    kind: str
-    route: bytes
-    detail: str
 
 
 def judge(parts: list[bytes], route: bytes, limits: Limits) -> Received | Refused:

@@ -24,6 +24,17 @@ def check_secure(address: Address, keys: Keys | None, insecure: bool) -> None:
         )
 
 
+def check_dial(peer: str, *, keys: Keys | None, insecure: bool) -> None:
+    """Raises InsecureEndpoint by the loopback rule, ConfigurationError for a bad address or no known server key.
+
+    Opens nothing. Without keys it may wait for the name resolver.
+    """
+    address = parse_address(peer)
+    check_secure(address, keys, insecure)
+    if keys is not None:
+        keys.server_key(address)
+
+
 def bind_addresses(bind: str, keys: Keys | None, insecure: bool) -> tuple[Address, ...]:
     """The addresses to bind for ``bind``: names resolved, all of them; a wildcard stays one.
 

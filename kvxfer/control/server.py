@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import zmq
 
-from kvxfer.control.inbox import MAX_BATCH, Received, Refused, judge, set_common_options
+from kvxfer.control.inbox import MAX_BATCH, Received, judge, set_common_options
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.loopback import bind_addresses
+from kvxfer.control.refused import Refused
 from kvxfer.control.zap import DOMAIN, KeyGuard
 from kvxfer.errors import Closed, ConfigurationError, PeerLost
 from kvxfer.hosts import Address, outward_ip
@@ -80,6 +81,13 @@ class ControlServer:
             return str(first)
         host = self._advertise_host or (outward_ip() if first.wildcard else first.host)
         return str(first.with_host(host))
+
+    @property
+    def lane_hosts(self) -> tuple[tuple[str, str], ...]:
+        """Where lanes are to listen, next to this socket: (host to bind, host to offer)."""
+        if self._bound[0].scheme == "ipc":
+            return (("127.0.0.1", "127.0.0.1"),)
+        return tuple((bound.host, self._advertise_host or bound.host) for bound in self._bound)
 
     def fileno(self) -> int:
         return int(self._require().getsockopt(zmq.FD))
