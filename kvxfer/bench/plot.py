@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plot_sweep(documents: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws speed over page size, with memcpy and, where measured, the C stream. ``path`` ends in the picture's format."""
+    """Draws speed over page size, with memcpy and, where measured, the C stream. ``path`` names the format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """The two sides of a benchmark run. They agree on what comes next by handoffs alone, so they may be on two hosts.
 
 For every step prefill first hands over a request of zero pages whose aux bytes say that its source is filled; that
-keeps the filling out of decode's clock. Then decode reserves, and prefill writes and commits as soon as it sees the offer.
+keeps the filling out of decode's clock. Then decode reserves, and prefill writes and commits once it sees the offer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What both sides do next: ``kind`` is ``warm``, ``memory``, ``timed`` or ``latency``; ``number`` seeds contents."""
+    """What both sides do next: ``kind`` is ``warm``, ``memory``, ``timed`` or ``latency``; ``number`` is a seed."""
 
     kind: str
     number: int
@@ -222,7 +222,7 @@ class DecodeSide:
         self.pool = make_pool(options)
         self._baseline_bytes = private_bytes()
         self.endpoint = DecodeEndpoint(
-            self.pool, keys=keys, insecure=insecure, verify=options.verify, lane_kinds=(options.lane,)
+            self.pool, keys=keys, insecure=insecure, verify=options.verify, lane_kinds=(options.lane,), lanes=options.connections
         )
         self._events = EventWaiter(self.endpoint)
         self.rounds: list[Round] = []

@@ -40,7 +40,7 @@ def page_bytes(pool: PagePool) -> int:
 
 
 def write_pages(pool: PagePool, layers: list[tuple[F32, F32]], pages: Pages) -> None:
-    """Lays K and V, [tokens, heads, dim] for every layer, into the engine's own pages. Slots past the end stay as they are."""
+    """Lays K and V, [tokens, heads, dim] for every layer, into the engine's own pages. Slots past the end are left."""
     for index, pair in enumerate(layers):
         for part, values in zip(("k", "v"), pair, strict=True):
             memory = pool.tensor(GROUP, f"layer{index}.{part}")

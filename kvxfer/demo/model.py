@@ -77,7 +77,7 @@ class Model:
         return shapes.pop()
 
     def prefill(self, prompt: list[int]) -> tuple[list[tuple[Any, Any]], int]:
-        """Computes the prompt. Returns each layer's K and V as float32 arrays [tokens, heads, dim], and the next token."""
+        """Computes the prompt. Returns each layer's K and V as float32 arrays [tokens, heads, dim], and one token."""
         cache = DynamicCache(config=self._model.config)
         token = self._step(prompt, cache)
         layers = [

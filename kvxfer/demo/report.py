@@ -68,7 +68,7 @@ def _incident(console: Console, incident: dict[str, Any]) -> None:
         f"  {escape(str(incident['error']))}\n"
         f"  {incident['pages_refused']} pages refused: logical {_numbers(incident['logical_pages'])}, in the pool "
         f"{_numbers(incident['pool_pages'])}\n"
-        f"  {len(incident.get('stale_pages', []))} of {incident['pages']} reserved pages still held what was there before"
+        f"  {len(incident.get('stale_pages', []))} of {incident['pages']} reserved pages still held older bytes"
     )
 
 
