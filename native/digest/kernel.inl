@@ -1,9 +1,10 @@
 // The loop that all vector kernels share. Included inside a namespace that defines
 //   KVX_TARGET         the function attribute that enables the instruction set
-//   Sums               the sums of one run of stripes: add(stripe, secret, prefetch), stored to memory by
-//                      store(dst) / stream(dst), which write the stripe added last
+//   Sums               the sums of one run of stripes: add(stripe, secret); store(dst) and stream(dst) write the stripe
+//                      added last
 //   Acc                the eight accumulators: load(mem), store(mem), add(sums), scramble()
 //   stream_copy(dst, src)  one stripe past the caches, dst aligned
+//   kPrefetchBytes     how far ahead of the stripe in hand the source is fetched
 // Within a block, sums are built from zero and added once: consecutive blocks then overlap in the pipeline although the
 // scramble between them is serial.
 
@@ -26,9 +27,12 @@ KVX_TARGET void run(std::uint64_t* memory, unsigned char* dst, const unsigned ch
   while (stripes > 0) {
     Sums sums;
     if (first == 0 && stripes >= kStripesPerBlock) {
+      // The hardware's prefetcher stops at each 4 KiB page of memory; past the end there is nothing worth the bandwidth.
+      const bool far = stripes * kStripe >= kPrefetchBytes + kStripe * kStripesPerBlock;
+      const unsigned char* ahead = far ? src + kPrefetchBytes : src;
 #pragma GCC unroll 16
       for (unsigned i = 0; i < kStripesPerBlock; ++i) {
-        __builtin_prefetch(src + kStripe * i + kPrefetchBytes);
+        __builtin_prefetch(ahead + kStripe * i);
         take_stripe<mode>(sums, dst, src, i, i, shift);
       }
       acc.add(sums);

@@ -8,7 +8,7 @@ namespace kvxfer::digest {
 namespace {
 
 #define KVX_TARGET
-inline constexpr std::size_t kPrefetchBytes = 1024;
+inline constexpr std::size_t kPrefetchBytes = 4096;
 
 inline uint64x2_t load(const void* p) noexcept {
   return vreinterpretq_u64_u8(vld1q_u8(static_cast<const std::uint8_t*>(p)));

@@ -15,7 +15,7 @@ namespace {
 namespace avx512 {
 
 #define KVX_TARGET __attribute__((target("avx512f")))
-inline constexpr std::size_t kPrefetchBytes = 2048;
+inline constexpr std::size_t kPrefetchBytes = 4096;
 
 struct Sums {
   __m512i products, words, last;
@@ -62,7 +62,7 @@ KVX_TARGET inline void stream_copy(unsigned char* dst, const unsigned char* src)
 namespace avx2 {
 
 #define KVX_TARGET __attribute__((target("avx2")))
-inline constexpr std::size_t kPrefetchBytes = 2048;
+inline constexpr std::size_t kPrefetchBytes = 4096;
 
 KVX_TARGET inline __m256i load(const void* p) noexcept { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 

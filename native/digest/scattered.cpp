@@ -36,7 +36,10 @@ void in_parts(std::size_t n, unsigned threads, const Work& work) noexcept {
 void digest_scattered(const std::uint64_t* ptrs, std::size_t n, std::size_t chunk_bytes, unsigned threads,
                       std::uint64_t* out) noexcept {
   in_parts(n, threads, [=](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) out[i] = xxh3_64(at(ptrs[i]), chunk_bytes);
+    for (std::size_t i = begin; i < end; ++i) {
+      if (i + 1 < end) prefetch(at(ptrs[i + 1]), chunk_bytes);
+      out[i] = xxh3_64(at(ptrs[i]), chunk_bytes);
+    }
   });
 }
 
@@ -62,7 +65,11 @@ void copy_scattered(const std::uint64_t* dst, const std::uint64_t* src, std::siz
 void copy_digest_scattered(const std::uint64_t* dst, const std::uint64_t* src, std::size_t n, std::size_t chunk_bytes,
                            unsigned threads, std::uint64_t* out) noexcept {
   in_parts(n, threads, [=](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) out[i] = copy_xxh3_64(at_mutable(dst[i]), at(src[i]), chunk_bytes);
+    for (std::size_t i = begin; i < end; ++i) {
+      if (i + 1 < end) prefetch(at(src[i + 1]), chunk_bytes);
+      out[i] = copy_xxh3_64_unfenced(at_mutable(dst[i]), at(src[i]), chunk_bytes);
+    }
+    store_fence();
   });
 }
 

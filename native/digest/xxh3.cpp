@@ -27,8 +27,9 @@ constexpr std::uint64_t kMixLong = 0x165667919E3779F9U;
 
 constexpr std::size_t kShortBytes = 240;  // up to here XXH3 does without accumulators
 
-// Below this, a copy's cache lines are worth more in the cache than past it.
-constexpr std::size_t kStreamBytes = 8192;
+// From here on a copy streams past the caches. Where each copy is fenced, the fence eats the gain of shorter ones.
+constexpr std::size_t kStreamBytes = 256;
+constexpr std::size_t kStreamBytesFenced = 1024;
 
 std::uint64_t u64(Bytes p) noexcept {
   std::uint64_t value;
@@ -131,17 +132,11 @@ std::uint64_t finish(std::uint64_t* acc, Bytes last, std::uint64_t total) noexce
   return avalanche(h);
 }
 
-void store_fence() noexcept {
-#if defined(__x86_64__)
-  _mm_sfence();  // streaming stores are not ordered by the release stores that publish them
-#endif
-}
-
 // Accumulates the stripes of [src, src + n), all but its last 1 to 64 bytes, and copies all n bytes.
 void copy_stripes(const Kernels& kernels, std::uint64_t* acc, unsigned char* dst, Bytes src, std::size_t n,
-                  unsigned first) noexcept {
+                  unsigned first, std::size_t stream_from) noexcept {
   std::size_t stripes = (n - 1) / kStripe;
-  if (n < kStreamBytes) {
+  if (n < stream_from) {
     kernels.copy(acc, dst, src, stripes, first);
     std::memcpy(dst + stripes * kStripe, src + stripes * kStripe, n - stripes * kStripe);
     return;
@@ -155,10 +150,26 @@ void copy_stripes(const Kernels& kernels, std::uint64_t* acc, unsigned char* dst
   kernels.stream(acc, dst, src, stripes, first, shift);
   if (overruns) kernels.read(acc, src + streamed, 1, (first + stripes) % kStripesPerBlock);
   std::memcpy(dst + streamed + shift, src + streamed + shift, n - streamed - shift);
-  store_fence();
+}
+
+std::uint64_t copy_and_hash(unsigned char* dst, Bytes src, std::size_t n, std::size_t stream_from) noexcept {
+  if (n <= kShortBytes) {
+    if (n > 0) std::memcpy(dst, src, n);
+    return hash_short(dst, n);
+  }
+  alignas(64) std::uint64_t acc[8];
+  begin(acc);
+  copy_stripes(active_kernels(), acc, dst, src, n, 0, stream_from);
+  return finish(acc, src + n - kStripe, n);
 }
 
 }  // namespace
+
+void store_fence() noexcept {
+#if defined(__x86_64__)
+  _mm_sfence();  // streaming stores are not ordered by the release stores that publish them
+#endif
+}
 
 std::uint64_t xxh3_64(const void* data, std::size_t n) noexcept {
   const auto src = static_cast<Bytes>(data);
@@ -170,15 +181,14 @@ std::uint64_t xxh3_64(const void* data, std::size_t n) noexcept {
 }
 
 std::uint64_t copy_xxh3_64(void* dst, const void* src, std::size_t n) noexcept {
-  const auto from = static_cast<Bytes>(src);
-  if (n <= kShortBytes) {
-    if (n > 0) std::memcpy(dst, src, n);
-    return hash_short(static_cast<Bytes>(dst), n);
-  }
-  alignas(64) std::uint64_t acc[8];
-  begin(acc);
-  copy_stripes(active_kernels(), acc, static_cast<unsigned char*>(dst), from, n, 0);
-  return finish(acc, from + n - kStripe, n);
+  const std::uint64_t digest =
+      copy_and_hash(static_cast<unsigned char*>(dst), static_cast<Bytes>(src), n, kStreamBytesFenced);
+  if (n >= kStreamBytesFenced) store_fence();
+  return digest;
+}
+
+std::uint64_t copy_xxh3_64_unfenced(void* dst, const void* src, std::size_t n) noexcept {
+  return copy_and_hash(static_cast<unsigned char*>(dst), static_cast<Bytes>(src), n, kStreamBytes);
 }
 
 void Hasher::reset() noexcept {
@@ -188,7 +198,7 @@ void Hasher::reset() noexcept {
 }
 
 template <bool copying>
-void Hasher::feed(unsigned char* dst, const unsigned char* src, std::size_t n) noexcept {
+void Hasher::feed(unsigned char* dst, const unsigned char* src, std::size_t n, std::size_t stream_from) noexcept {
   const Kernels& kernels = active_kernels();
   // Moves the next `taken` input bytes to `to` in the tail.
   const auto buffer = [&](std::size_t to, std::size_t taken) {
@@ -223,7 +233,7 @@ void Hasher::feed(unsigned char* dst, const unsigned char* src, std::size_t n) n
   const std::size_t stripes = (n - 1) / kStripe;
   const unsigned first = (total_bytes_ / kStripe) % kStripesPerBlock;
   if constexpr (copying) {
-    copy_stripes(kernels, acc_, dst, src, n, first);
+    copy_stripes(kernels, acc_, dst, src, n, first, stream_from);
   } else {
     kernels.read(acc_, src, stripes, first);
   }
@@ -236,12 +246,15 @@ void Hasher::feed(unsigned char* dst, const unsigned char* src, std::size_t n) n
   total_bytes_ += n;
 }
 
-void Hasher::update(const void* data, std::size_t n) noexcept {
-  feed<false>(nullptr, static_cast<const unsigned char*>(data), n);
-}
+void Hasher::update(const void* data, std::size_t n) noexcept { feed<false>(nullptr, static_cast<Bytes>(data), n, 0); }
 
 void Hasher::copy_update(void* dst, const void* src, std::size_t n) noexcept {
-  feed<true>(static_cast<unsigned char*>(dst), static_cast<const unsigned char*>(src), n);
+  feed<true>(static_cast<unsigned char*>(dst), static_cast<Bytes>(src), n, kStreamBytesFenced);
+  if (n >= kStreamBytesFenced) store_fence();
+}
+
+void Hasher::copy_update_unfenced(void* dst, const void* src, std::size_t n) noexcept {
+  feed<true>(static_cast<unsigned char*>(dst), static_cast<Bytes>(src), n, kStreamBytes);
 }
 
 std::uint64_t Hasher::digest() const noexcept {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "digest/kernels.hpp"
@@ -79,13 +80,15 @@ TEST_CASE("digest equals libxxhash at every length class") {
 TEST_CASE("fused copy writes exactly the source's bytes and returns their digest") {
   const auto data = random_bytes(140'000);
   on_every_path([&] {
-    for (std::size_t n : interesting_lengths()) {
-      for (std::size_t offset : {0, 1, 16, 63}) {
-        GuardedBuffer dst(n, offset);
-        const std::uint64_t digest = copy_xxh3_64(dst.data(), data.data() + 3, n);
-        REQUIRE_MESSAGE(digest == XXH3_64bits(data.data() + 3, n), "n=" << n << " offset=" << offset);
-        REQUIRE(std::memcmp(dst.data(), data.data() + 3, n) == 0);
-        REQUIRE_MESSAGE(dst.guards_intact(), "n=" << n << " offset=" << offset);
+    for (auto* fused : {copy_xxh3_64, copy_xxh3_64_unfenced}) {
+      for (std::size_t n : interesting_lengths()) {
+        for (std::size_t offset : {0, 1, 16, 63}) {
+          GuardedBuffer dst(n, offset);
+          const std::uint64_t digest = fused(dst.data(), data.data() + 3, n);
+          REQUIRE_MESSAGE(digest == XXH3_64bits(data.data() + 3, n), "n=" << n << " offset=" << offset);
+          REQUIRE(std::memcmp(dst.data(), data.data() + 3, n) == 0);
+          REQUIRE_MESSAGE(dst.guards_intact(), "n=" << n << " offset=" << offset);
+        }
       }
     }
   });
@@ -95,11 +98,13 @@ TEST_CASE("fused copy at every alignment of the destination and every remainder"
   const auto data = random_bytes(12'000);
   on_every_path([&] {
     for (std::size_t offset = 0; offset < 64; ++offset) {
-      for (std::size_t n = 9'200; n < 9'200 + 64; ++n) {
-        GuardedBuffer dst(n, offset);
-        REQUIRE(copy_xxh3_64(dst.data(), data.data(), n) == XXH3_64bits(data.data(), n));
-        REQUIRE(std::memcmp(dst.data(), data.data(), n) == 0);
-        REQUIRE(dst.guards_intact());
+      for (std::size_t least : {256, 1'024, 9'200}) {
+        for (std::size_t n = least; n < least + 64; ++n) {
+          GuardedBuffer dst(n, offset);
+          REQUIRE(copy_xxh3_64_unfenced(dst.data(), data.data(), n) == XXH3_64bits(data.data(), n));
+          REQUIRE(std::memcmp(dst.data(), data.data(), n) == 0);
+          REQUIRE(dst.guards_intact());
+        }
       }
     }
   });
@@ -112,19 +117,22 @@ TEST_CASE("hasher gives the same digest however the input is split") {
     for (std::size_t largest : {1UL, 3UL, 63UL, 64UL, 65UL, 240UL, 241UL, 1'000UL, 1'024UL, 20'000UL}) {
       for (std::size_t n :
            {0UL, 1UL, 64UL, 239UL, 240UL, 241UL, 255UL, 256UL, 257UL, 1'024UL, 1'025UL, 2'048UL, 10'240UL, 59'999UL}) {
-        GuardedBuffer dst(n, n % 64);
-        Hasher hashing, copying;
+        GuardedBuffer dst(n, n % 64), dst_unfenced(n, (n + 7) % 64);
+        Hasher hashing, copying, copying_unfenced;
         for (std::size_t done = 0; done < n;) {
           const std::size_t piece = std::min<std::size_t>(n - done, 1 + random() % largest);
           hashing.update(data.data() + done, piece);
           copying.copy_update(dst.data() + done, data.data() + done, piece);
+          copying_unfenced.copy_update_unfenced(dst_unfenced.data() + done, data.data() + done, piece);
           done += piece;
         }
         const std::uint64_t expected = XXH3_64bits(data.data(), n);
         REQUIRE_MESSAGE(hashing.digest() == expected, "n=" << n << " largest=" << largest);
-        REQUIRE_MESSAGE(copying.digest() == expected, "n=" << n << " largest=" << largest);
-        REQUIRE(std::memcmp(dst.data(), data.data(), n) == 0);
-        REQUIRE(dst.guards_intact());
+        for (auto [hasher, buffer] : {std::pair{&copying, &dst}, std::pair{&copying_unfenced, &dst_unfenced}}) {
+          REQUIRE_MESSAGE(hasher->digest() == expected, "n=" << n << " largest=" << largest);
+          REQUIRE(std::memcmp(buffer->data(), data.data(), n) == 0);
+          REQUIRE(buffer->guards_intact());
+        }
       }
     }
   });
