@@ -78,7 +78,8 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Close the session's socket with no linger; its epoch is dead. At prefill also destroy its lanes."""
+    """Close the session's socket with no linger; its epoch is dead. At prefill: destroy its lanes of every generation;
+    *answers* ``lanes_closed`` with the last one served."""
 
     session: int
     reason: str
@@ -170,7 +171,8 @@ class MarkPages:
 
 @dataclass(frozen=True, slots=True)
 class OpenLanes:
-    """Serve lanes of ``generation`` for a session, and destroy those of older generations."""
+    """Serve lanes of ``generation`` for a session, and destroy those of older generations. *Answers* ``lanes_closed`` with
+    the newest of those, where there were any."""
 
     session: int
     epoch: bytes
@@ -180,7 +182,8 @@ class OpenLanes:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Let the sender's core write what the grant has, and will get, to this reservation."""
+    """Let the sender's core write what the grant has, and will get, to this reservation. Where that is impossible, answer
+    ``leg_failed`` with "attach: ..." at once."""
 
     grant: int
     session: int
@@ -207,7 +210,7 @@ class DetachLeg:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDigests:
-    """Read content digests from the grant and send them."""
+    """Read content digests from the grant. *Answers* ``digests``."""
 
     grant: int
     session: int
@@ -219,7 +222,8 @@ class AnswerDigests:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseGrant:
-    """No lane reads the grant's sources any more: unpin them."""
+    """No lane reads the grant's sources any more and every leg was detached: drop its tables. It may come later than
+    Notify "released", as decode can ask for digests until it has said DONE or ABORT."""
 
     grant: int
 

@@ -53,7 +53,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Refuse:
     """Prefill does not open, or no longer knows, the session. ``code``: version, incompatible_pool, capacity, verify,
-    incarnation, unknown_epoch, closed."""
+    incarnation, lanes, busy, unknown_epoch, closed."""
 
     code: str
     message: str
@@ -98,7 +98,9 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """``code``: stale_number, capacity, geometry, duplicate, rejected (by the engine), closed, generation, busy."""
+    """``code``: stale_number, capacity, geometry, verify, readers, duplicate, rejected (by the engine, whose own code is in
+    ``details``), declined (by this rank), ended (the grant failed and its sources are still read), timeout (the engine did
+    not accept it in time), closed, generation, busy."""
 
     reservation: int
     leg: int

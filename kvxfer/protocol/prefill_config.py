@@ -21,7 +21,7 @@ class PrefillConfig:
         transfer_timeout_s: wait, from commit, for a leg's bytes to leave; at least the reservation's own deadline.
         done_timeout_s: wait for decode's word on a leg once its sources are free.
         failed_repeat_s: how often FAILED is repeated until decode answers.
-        offer_grace_s: how long beyond its deadline a RESERVE without a grant is kept, as decode may extend the deadline.
+        offer_grace_s: how long beyond its deadline a RESERVE without a grant is kept: decode may extend the deadline.
         decline_ttl_s: how long a DECLINE without a grant is remembered.
         refusal_interval_s: a stranger gets at most one REFUSE in this time.
         close_grace_s: ``close`` lets committed grants finish for so long.

@@ -17,9 +17,10 @@ FENCED = "fenced"
 
 
 class Grant:
-    """States: offered → writing → committed → done, and draining → ended | fenced. ``readers`` is None until it is known.
+    """States: offered → writing → committed → done, and draining → ended | fenced.
 
-    ``legs`` holds one leg for each rank that reserved, also after it ended; ``attached`` counts those that have not.
+    ``readers`` is None until it is known. ``legs`` holds one leg for each rank that reserved, also after it ended;
+    ``attached`` counts those that have not.
     """
 
     __slots__ = (

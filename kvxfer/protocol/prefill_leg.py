@@ -29,11 +29,11 @@ class Sources(Enum):
 
 
 class Leg:
-    """One reader's share of a grant. ``deadline`` belongs to whatever the leg waits for now; ``math.inf``: nothing timed."""
+    """One reader's share of a grant. ``deadline`` belongs to whatever the leg waits for now."""
 
     __slots__ = (
-        "cause", "deadline", "done", "error", "failed", "given_up_at", "grant", "heard", "layout", "posted", "repeat_at",
-        "reserve", "session", "sources",
+        "aborted", "cause", "deadline", "done", "error", "failed", "given_up_at", "grant", "heard", "layout", "posted",
+        "repeat_at", "reserve", "session", "sources",
     )  # fmt: skip
 
     def __init__(self, grant: int, session: int, reserve: Reserve, layout: LegLayout, given_up_at: float) -> None:
@@ -46,8 +46,9 @@ class Leg:
         self.posted: tuple[int, ...] = (0,) * len(reserve.lanes)
         self.done = False  # decode has said DONE
         self.error: KvxferError | None = None  # the reader's outcome, where it failed
-        self.cause: KvxferError | None = None  # a lane failure behind a commit: decode may have everything, its word decides
+        self.cause: KvxferError | None = None  # a lane failure behind the commit: decode's word decides
         self.failed: Failed | None = None  # what decode was told, and is told again until it answers
+        self.aborted = False  # decode has sent ABORT and is owed an answer once the leg is settled
         self.heard = False  # decode's last word on this leg (DONE or ABORT) is here, or its session is gone
         self.deadline = math.inf
         self.repeat_at = math.inf
@@ -71,8 +72,8 @@ class Leg:
         reserve = self.reserve
         if self.sources is Sources.DRAINED:
             return Quiesced(reserve.reservation, reserve.leg, self.posted)
-        if self.failed is not None and self.failed.cause == "lane":
+        if self.failed is not None and self.failed.cause in ("lane", "source_changed"):
             return self.failed
         return Failed(
-            reserve.reservation, reserve.leg, -1, reserve.generation, "lane", "the lanes were destroyed before it drained"
+            reserve.reservation, reserve.leg, -1, reserve.generation, "lane", "the lanes went before it drained"
         )

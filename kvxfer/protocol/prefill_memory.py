@@ -22,7 +22,7 @@ class Offer:
 
     @property
     def nbytes(self) -> int:
-        return sum(len(group.logical) + len(group.pool_pages) for group in self.reserve.groups)
+        return len(self.reserve.slices) + sum(len(g.logical) + len(g.pool_pages) for g in self.reserve.groups)
 
 
 class Offers:

@@ -1,4 +1,4 @@
-"""One session at prefill: its epoch and numbering, its lanes' generation, its legs, and its last words on ended ones."""
+"""One session at prefill: epoch and numbering, the lanes' generation, its legs, and its last words on ended ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FIRST_GENERATION = 1
 class Session:
     """Plain state with the arithmetic that belongs to it; the rules are the core's.
 
-    ``generation`` is the one RESERVE must name. ``opened`` is the highest one whose lanes were asked for; it is ahead of
-    ``generation`` while the older lanes are being destroyed. ``wanted`` is the highest one decode asked for.
+    ``generation`` is the one RESERVE must name. ``opened`` is the highest one whose lanes were asked for; it is ahead
+    of ``generation`` while the older lanes are being destroyed. ``wanted`` is the highest one decode asked for.
     """
 
     __slots__ = (
-        "answers", "closing", "down", "epoch", "forgotten_failure", "generation", "heard_at", "hello", "highest_number", "id",
-        "lanes_up", "legs", "n_lanes", "offers", "opened", "received", "route", "secret", "sent", "slice_tables", "wanted",
-        "welcome",
+        "answers", "closing", "down", "epoch", "forgotten_failure", "generation", "heard_at", "hello", "highest_number",
+        "id", "lanes_up", "legs", "n_lanes", "offers", "opened", "received", "route", "secret", "sent", "slice_tables",
+        "wanted", "welcome",
     )  # fmt: skip
 
     def __init__(self, session: int, route: bytes, hello: Hello, welcome: Welcome, now: float) -> None:
@@ -59,7 +59,7 @@ class Session:
         while len(self.answers) > keep:
             _, (dropped, forgotten) = self.answers.popitem(last=False)
             if isinstance(forgotten, Failed):
-                # S2: without its word we no longer know which of the old reservations did not drain, so none of them did.
+                # S2: which of the old reservations did not drain is no longer known, so none of them counts as drained.
                 self.forgotten_failure = max(self.forgotten_failure, dropped)
 
     def slice_table(self, raw: bytes) -> SliceTable:
