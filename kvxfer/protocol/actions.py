@@ -1,7 +1,7 @@
 """What the cores ask the outside to do. Cores return lists of these; whoever drives them carries them out in order.
 
-``now`` is seconds of a monotonic clock, always passed in. An action marked *answers X* must be followed by a call of the
-core's method X once it has been carried out (at once or later); nothing else of the reservation waits meanwhile.
+``now`` is seconds of a monotonic clock, always passed in. An action marked *answers X* must be followed by a call of
+the core's method X once it has been carried out (at once or later); nothing else of the reservation waits meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LegSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LegReport:
-    """What the receiver's core saw land for one leg (answer to Verify). Arrays are numbered as ``leg.LegLayout`` says."""
+    """What the receiver's core saw land for one leg (answer to Verify). Arrays are numbered as in ``leg.LegLayout``."""
 
     lane_bitmaps: dict[int, bytes]  # lane -> bitmap of chunks placed, little-endian bit order
     folds: npt.NDArray[np.uint64]  # over digests of what landed; empty under verify="coverage"
@@ -171,8 +171,8 @@ class MarkPages:
 
 @dataclass(frozen=True, slots=True)
 class OpenLanes:
-    """Serve lanes of ``generation`` for a session, and destroy those of older generations. *Answers* ``lanes_closed`` with
-    the newest of those, where there were any."""
+    """Serve lanes of ``generation`` for a session, and destroy those of older generations. *Answers* ``lanes_closed``
+    with the newest of those, where there were any."""
 
     session: int
     epoch: bytes
@@ -182,8 +182,8 @@ class OpenLanes:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Let the sender's core write what the grant has, and will get, to this reservation. Where that is impossible, answer
-    ``leg_failed`` with "attach: ..." at once."""
+    """Let the sender's core write what the grant has, and will get, to this reservation. Where that is impossible,
+    answer ``leg_failed`` with "attach: ..." at once."""
 
     grant: int
     session: int
@@ -229,6 +229,23 @@ class ReleaseGrant:
 
 
 Action = (
-    Send | Notify | Audit | CloseSession | OpenSocket | ConnectLanes | OpenLeg | Revoke | Fence | Verify | ZeroTail | ForgetLeg
-    | MarkPages | OpenLanes | Attach | CloseAdmission | DetachLeg | AnswerDigests | ReleaseGrant
+    Send
+    | Notify
+    | Audit
+    | CloseSession
+    | OpenSocket
+    | ConnectLanes
+    | OpenLeg
+    | Revoke
+    | Fence
+    | Verify
+    | ZeroTail
+    | ForgetLeg
+    | MarkPages
+    | OpenLanes
+    | Attach
+    | CloseAdmission
+    | DetachLeg
+    | AnswerDigests
+    | ReleaseGrant
 )

@@ -14,7 +14,7 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class LaneOffer:
-    """One kind of lane prefill can serve: ``kind`` is ``local`` or ``tcp``; ``address`` is a socket name or host:port list."""
+    """One kind of lane prefill can serve: ``kind`` is ``local`` or ``tcp``; addresses are socket names or host:port."""
 
     kind: str
     addresses: tuple[str, ...]
@@ -98,9 +98,9 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """``code``: stale_number, capacity, geometry, verify, readers, duplicate, rejected (by the engine, whose own code is in
-    ``details``), declined (by this rank), ended (the grant failed and its sources are still read), timeout (the engine did
-    not accept it in time), closed, generation, busy."""
+    """``code``: stale_number, capacity, geometry, verify, readers, duplicate, rejected (by the engine, whose own code is
+    in ``details``), declined (by this rank), ended (the grant failed and its sources are still read), timeout (the engine
+    did not accept it in time), closed, generation, busy."""
 
     reservation: int
     leg: int
@@ -202,6 +202,22 @@ class Bye:
 
 
 Message = (
-    Hello | Welcome | Refuse | Reserve | Granted | Rejected | Abort | Quiesced | Failed | Done | Decline | Relane | Lanes
-    | FetchDigests | Digests | Ping | Pong | Bye
+    Hello
+    | Welcome
+    | Refuse
+    | Reserve
+    | Granted
+    | Rejected
+    | Abort
+    | Quiesced
+    | Failed
+    | Done
+    | Decline
+    | Relane
+    | Lanes
+    | FetchDigests
+    | Digests
+    | Ping
+    | Pong
+    | Bye
 )
