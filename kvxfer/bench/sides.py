@@ -121,7 +121,7 @@ class PrefillSide:
         self._options = options
         self._pool = make_pool(options)
         self._baseline_bytes = private_bytes()
-        lanes = {"local_lanes": 0, "tcp_lanes": 0, f"{options.lane}_lanes": options.connections}
+        lanes: dict[str, Any] = {"local_lanes": 0, "tcp_lanes": 0, f"{options.lane}_lanes": options.connections}
         self.endpoint = PrefillEndpoint(
             self._pool, bind=bind, keys=keys, insecure=insecure, verify=options.verify, **lanes
         )

@@ -52,7 +52,7 @@ class PrefillWorker(_Worker):
     """Computes prompts and hands their pages over."""
 
     def open(self, lane: str, pages: int) -> dict[str, Any]:
-        lanes = {"local_lanes": 0, "tcp_lanes": 0, f"{lane}_lanes": 1}
+        lanes: dict[str, Any] = {"local_lanes": 0, "tcp_lanes": 0, f"{lane}_lanes": 1}
         self._endpoint = PrefillEndpoint(self._make_pool(pages), bind="127.0.0.1:0", **lanes)
         return {"address": self._endpoint.address, "incarnation": self._endpoint.incarnation}
 
