@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer import _native
@@ -98,7 +98,7 @@ def connect_lanes(
         The kind, its lanes in order, and for each kind that was tried before, or not acceptable, the reason.
 
     Raises:
-        LaneFailed: no kind works; the message has all reasons.
+        LaneFailed: no kind works; ``details['reasons']`` says why, by kind.
     """
     deadline = time.monotonic() + timeout_s
     reasons: dict[str, str] = {}
@@ -113,7 +113,7 @@ def connect_lanes(
             reasons[offer.kind] = str(cause.details.get("reason", cause.message))
     for kind in accept_kinds:
         reasons.setdefault(kind, "not offered by the peer")
-    raise LaneFailed(f"no lane could be connected ({_text(reasons)})", generation=generation, reasons=reasons)
+    raise LaneFailed("no kind of lane could be connected; see the reasons", generation=generation, reasons=reasons)
 
 
 def _connect_all(offer: LaneOffer, dial: _Dial) -> list[Connected]:
@@ -297,7 +297,3 @@ def _receive_some(sock: socket.socket, n_bytes: int) -> tuple[bytes, list[int]]:
                 os.close(fd)
         raise ProtocolViolation("more descriptors came than a pool may have, or none could be opened for them")
     return data, list(fds)
-
-
-def _text(reasons: Mapping[str, str]) -> str:
-    return "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
