@@ -94,7 +94,9 @@ class Sender:
     def close_session(self, session: int, generation: int) -> None:
         """Destroys this end of all lanes up to ``generation`` and joins their threads. Legs on them fail."""
 
-    def grant(self, grant: int) -> SourceGrant: ...
+    def grant(self, grant: int, digests: bool = True) -> SourceGrant:
+        """``digests=False``: nothing is digested at write(), and only legs with ``verify=False`` can be attached."""
+
     def close(self) -> None: ...
 
 class SourceGrant:
@@ -123,7 +125,8 @@ class SourceGrant:
         """Closes admission on all legs, attached now or later; each lane then carries its record behind its writes."""
 
     def close_admission(self, session: int, reservation: int) -> None:
-        """Aborts one leg: nothing more is posted, source reads end at once; LEG_DRAINED or LEG_FAILED follows."""
+        """Aborts one leg: nothing more is posted, source reads end at once; LEG_DRAINED or LEG_FAILED follows, once a leg.
+        Unknown legs are fine."""
 
     def detach(self, session: int, reservation: int) -> None: ...
     def digests(self, session: int, reservation: int, first: int, count: int) -> U64: ...

@@ -301,11 +301,7 @@ void SourceGrant::commit(std::uint64_t n_tokens, std::string aux) {
 
 void SourceGrant::close_admission(std::uint32_t session, std::uint64_t reservation) {
   const Entry entry = find(session, reservation);
-  if (!entry.leg) {
-    throw Error("grant " + std::to_string(id_) + " has no leg for reservation " + std::to_string(reservation) +
-                " in session " + std::to_string(session));
-  }
-  entry.session->close_admission(entry.leg);
+  if (entry.leg) entry.session->close_admission(entry.leg);
 }
 
 void SourceGrant::detach(std::uint32_t session, std::uint64_t reservation) {

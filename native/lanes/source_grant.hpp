@@ -44,7 +44,7 @@ class SourceGrant {
   void attach(const LegOutSpec& spec, std::vector<Slice> slices, std::vector<AttachGroup> groups);
   // Waits for a write in another thread. Throws std::runtime_error("closed: ...") the second time.
   void commit(std::uint64_t n_tokens, std::string aux);
-  // Throws Error for an unknown leg.
+  // Unknown legs are fine: nothing reads a source for them.
   void close_admission(std::uint32_t session, std::uint64_t reservation);
   // When it returns no lane reads the sources for this leg. Unknown legs are fine.
   void detach(std::uint32_t session, std::uint64_t reservation);
