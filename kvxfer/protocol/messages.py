@@ -98,9 +98,9 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """``code``: stale_number, capacity, geometry, verify, readers, duplicate, rejected (by the engine, whose own code is
-    in ``details``), declined (by this rank), ended (the grant failed and its sources are still read), timeout (the engine
-    did not accept it in time), closed, generation, busy."""
+    """``code``: stale_number, capacity, geometry, verify, readers, duplicate, rejected (by the engine, whose own code
+    is in ``details``), declined (by this rank), ended (the grant failed and its sources are still read), timeout (the
+    engine did not accept it in time), closed, generation, busy."""
 
     reservation: int
     leg: int
