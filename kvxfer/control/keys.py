@@ -12,8 +12,10 @@ with this key are dialled. Hosts are needed only where several keys are authoris
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +130,7 @@ def _check_key(key: bytes, what: str) -> bytes:
         try:
             if len(z85.decode(key)) == 32:
                 return key
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, struct.error):
             pass
     raise ConfigurationError(f"{what} is not 40 characters of Z85 text, as `kvxfer keygen` writes them")
 
@@ -152,14 +154,12 @@ def _read(path: Path, *, private: bool) -> str:
 
 
 def _lines(text: str) -> list[list[str]]:
-    """The words of each line, without comments. A key may itself begin with ``#``, but is then as long as a key."""
+    """The words of each line, without comments. No Z85 key begins with ``#``: its first block would exceed 32 bits."""
     lines = []
     for line in text.splitlines():
-        words = line.split()
-        if not words or (words[0].startswith("#") and len(words[0]) != _KEY_CHARS):
-            continue
-        comment = next((index for index, word in enumerate(words) if index and word.startswith("#")), len(words))
-        lines.append(words[:comment])
+        words = list(itertools.takewhile(lambda word: not word.startswith("#"), line.split()))
+        if words:
+            lines.append(words)
     return lines
 
 
