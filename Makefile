@@ -55,7 +55,7 @@ types: setup
 	@mypy
 
 imports: setup
-	@lint-imports --no-cache
+	@lint-imports --no-logo --no-cache
 
 format-check: setup
 	@scripts/check-format clang-format
