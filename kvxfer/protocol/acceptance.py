@@ -68,7 +68,7 @@ class Finding:
 def accept(offer: Offer, legs: Sequence[LegEvidence]) -> Accepted:
     """Returns what may be handed to the engine, or raises VerificationFailed.
 
-    The error's ``details``: ``kind`` (tokens, coverage, digest, record, source), ``findings`` (the texts of all of them),
+    The error's ``details``: ``kind`` (tokens, coverage, digest, record, source), ``findings`` (the texts of all),
     ``legs``, ``groups``, ``pages_refused`` (their number), and ``logical_pages`` and ``pool_pages`` (the first few, as
     ``{group name: [...]}``).
     """

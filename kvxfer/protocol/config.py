@@ -55,7 +55,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.verify not in VERIFY_MODES:
             raise GeometryError(f"verify must be one of {VERIFY_MODES}", verify=self.verify)
-        if isinstance(self.lane_kinds, str) or not self.lane_kinds or set(self.lane_kinds) - set(LANE_KINDS):
+        if not self.lane_kinds or set(self.lane_kinds) - set(LANE_KINDS):
             raise GeometryError(f"lane_kinds must name some of {LANE_KINDS}", lane_kinds=str(self.lane_kinds))
         object.__setattr__(self, "lane_kinds", tuple(self.lane_kinds))
         if not 1 <= self.lanes <= 64:
