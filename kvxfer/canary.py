@@ -96,7 +96,7 @@ def _tiles(pages: U64, seed: int, space: int) -> npt.NDArray[np.uint8]:
     words = np.empty((len(pages), 2), np.uint64)
     start = pages + np.uint64((seed * 0x9E3779B97F4A7C15 + space * 0xD1B54A32D192ED03) % (1 << 64))
     for column in range(2):
-        mixed = (start + np.uint64(column)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (start * np.uint64(2) + np.uint64(column + 1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         words[:, column] = mixed ^ (mixed >> np.uint64(31))
