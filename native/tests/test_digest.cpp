@@ -17,9 +17,9 @@ using namespace kvxfer::digest;
 namespace {
 
 std::vector<unsigned char> random_bytes(std::size_t n, unsigned seed = 1) {
-  std::mt19937_64 random(seed);
+  std::minstd_rand random(seed);
   std::vector<unsigned char> bytes(n);
-  for (unsigned char& b : bytes) b = static_cast<unsigned char>(random());
+  for (unsigned char& b : bytes) b = static_cast<unsigned char>(random() >> 8);
   return bytes;
 }
 
@@ -94,12 +94,12 @@ TEST_CASE("fused copy writes exactly the source's bytes and returns their digest
   });
 }
 
-TEST_CASE("fused copy at every alignment of the destination and every remainder") {
-  const auto data = random_bytes(12'000);
+TEST_CASE("fused copy at every alignment of the destination and every remainder stays within both buffers") {
   on_every_path([&] {
     for (std::size_t offset = 0; offset < 64; ++offset) {
       for (std::size_t least : {256, 1'024, 9'200}) {
         for (std::size_t n = least; n < least + 64; ++n) {
+          const auto data = random_bytes(n);  // no slack: the address sanitizer sees a read past the end
           GuardedBuffer dst(n, offset);
           REQUIRE(copy_xxh3_64_unfenced(dst.data(), data.data(), n) == XXH3_64bits(data.data(), n));
           REQUIRE(std::memcmp(dst.data(), data.data(), n) == 0);
