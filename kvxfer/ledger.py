@@ -32,11 +32,15 @@ class PageState(IntEnum):
     QUARANTINED = 3
 
 
+# Plain integers: NumPy takes many times longer to store an enum member.
+_FREE, _RESERVED, _READY, _QUARANTINED = map(int, PageState)
+_MAY_BE_WRITTEN = 1  # the bit that RESERVED and QUARANTINED have in common
+
 _LEGAL = {
-    PageState.RESERVED: (PageState.RESERVED, PageState.READY, PageState.QUARANTINED, PageState.FREE),
-    PageState.READY: (PageState.READY, PageState.FREE),
+    _RESERVED: (_RESERVED, _READY, _QUARANTINED),
+    _READY: (_READY,),
     # A page whose writer is not proven silent never becomes readable by a change of mind.
-    PageState.QUARANTINED: (PageState.QUARANTINED, PageState.FREE),
+    _QUARANTINED: (_QUARANTINED,),
 }
 
 
@@ -47,7 +51,16 @@ class _Holding:
         self.pages = pages
         self.total = total
         self.remaining = total  # falls when the engine offers READY pages to a later owner
-        self.state = PageState.RESERVED
+        self.state = _RESERVED
+
+
+def _twice(array: U64) -> int | None:
+    """A page that is named more than once, or None."""
+    if len(array) < 2:
+        return None
+    ordered = np.sort(array)
+    same = ordered[1:] == ordered[:-1]
+    return int(ordered[int(np.argmax(same))]) if same.any() else None
 
 
 def _as_pages(pages: Any) -> U64:
@@ -101,9 +114,9 @@ class PageLedger:
             for space, array in wanted.items():
                 self._take_over(space, array)
                 self._owner[space][array] = owner
-                self._state[space][array] = PageState.RESERVED
+                self._state[space][array] = _RESERVED
                 total += len(array)
-            self._counts[PageState.RESERVED] += total
+            self._counts[_RESERVED] += total
             self._held[owner] = _Holding({space: array.copy() for space, array in wanted.items()}, total)
 
     def mark(self, owner: int, state: PageState) -> None:
@@ -113,23 +126,25 @@ class PageLedger:
             OwnershipError: ``owner`` holds nothing, or the step is not one of RESERVED → READY, RESERVED → QUARANTINED,
                 any → FREE.
         """
-        if state == PageState.FREE:
+        to = int(state)
+        if to == _FREE:
             self.release(owner)
             return
         with self._lock:
             holding = self._held.get(owner)
             if holding is None:
-                raise OwnershipError("this reservation owns no pages", reservation=owner, to=state.name)
-            if state not in _LEGAL[holding.state]:
+                raise OwnershipError("this reservation owns no pages", reservation=owner, to=PageState(to).name)
+            if to not in _LEGAL[holding.state]:
                 raise OwnershipError(
-                    f"pages cannot go from {holding.state.name} to {state.name}; release them first", reservation=owner
+                    f"pages cannot go from {PageState(holding.state).name} to {PageState(to).name}; release them first",
+                    reservation=owner,
                 )
             for space, array in self._still_held(owner, holding).items():
-                self._state[space][array] = state
+                self._state[space][array] = to
             self._counts[holding.state] -= holding.remaining
-            self._counts[state] += holding.remaining
-            holding.state = state
-            if state == PageState.READY and holding.remaining == 0:
+            self._counts[to] += holding.remaining
+            holding.state = to
+            if to == _READY and holding.remaining == 0:
                 # A handoff of zero pages leaves nothing to reclaim, so nothing would drop the entry later.
                 del self._held[owner]
 
@@ -141,9 +156,9 @@ class PageLedger:
                 return
             for space, array in self._still_held(owner, holding).items():
                 self._owner[space][array] = 0
-                self._state[space][array] = PageState.FREE
+                self._state[space][array] = _FREE
             self._counts[holding.state] -= holding.remaining
-            self._counts[PageState.FREE] += holding.remaining
+            self._counts[_FREE] += holding.remaining
 
     def free_ready(self, space: int, pages: Any) -> None:
         """The engine gives back pages it got at READY: READY → FREE. FREE pages stay so.
@@ -155,11 +170,12 @@ class PageLedger:
         array = _as_pages(pages)
         with self._lock:
             self._check_free(space, array, "cannot be given back")
-            array = np.unique(array)
+            if _twice(array) is not None:
+                array = np.unique(array)
             self._take_over(space, array)
             self._owner[space][array] = 0
-            self._state[space][array] = PageState.FREE
-            self._counts[PageState.FREE] += len(array)
+            self._state[space][array] = _FREE
+            self._counts[_FREE] += len(array)
 
     def pages_of(self, owner: int) -> dict[int, U64]:
         """The pages that ``owner`` still holds, by id space, in the order of the claim. Empty if it holds none."""
@@ -207,12 +223,12 @@ class PageLedger:
 
     def _take_over(self, space: int, array: U64) -> None:
         """Strikes FREE and READY pages off the counts and off their former owners."""
-        ready = self._state[space][array] == PageState.READY
+        ready = self._state[space][array] == _READY
         n_ready = int(np.count_nonzero(ready))
-        self._counts[PageState.FREE] -= len(array) - n_ready
+        self._counts[_FREE] -= len(array) - n_ready
         if not n_ready:
             return
-        self._counts[PageState.READY] -= n_ready
+        self._counts[_READY] -= n_ready
         owners, numbers = np.unique(self._owner[space][array[ready]], return_counts=True)
         for former, number in zip(owners.tolist(), numbers.tolist(), strict=True):
             holding = self._held[former]
@@ -222,21 +238,16 @@ class PageLedger:
 
     def _check_claim(self, owner: int, space: int, array: U64) -> None:
         self._check_free(space, array, "cannot be reserved", owner)
-        if len(array) > 1:
-            ordered = np.sort(array)
-            twice = ordered[1:][ordered[1:] == ordered[:-1]]
-            if len(twice):
-                raise OwnershipError(
-                    f"page {int(twice[0])} is named twice in one reservation",
-                    reservation=owner,
-                    id_space=space,
-                    page=int(twice[0]),
-                )
+        twice = _twice(array)
+        if twice is not None:
+            raise OwnershipError(
+                f"page {twice} is named twice in one reservation", reservation=owner, id_space=space, page=twice
+            )
 
     def _check_free(self, space: int, array: U64, verb: str, owner: int | None = None) -> None:
         self._check_bounds(space, array)
         states = self._state[space][array]
-        taken = (states == PageState.RESERVED) | (states == PageState.QUARANTINED)
+        taken = states & _MAY_BE_WRITTEN
         if not taken.any():
             return
         first = int(np.argmax(taken))
