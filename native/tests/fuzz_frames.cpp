@@ -13,7 +13,7 @@ using namespace kvxfer::test;
 namespace {
 
 constexpr std::uint64_t kPage = 256;
-constexpr int kRounds = 1500;
+constexpr int kRounds = 800;
 
 class Fuzzer {
  public:

@@ -311,17 +311,21 @@ TEST_CASE("a record of a dead prefill is not handed on") {
 TEST_CASE("a leg revoked in mid-copy gets nothing more") {
   const Source source;
   TripRig rig(source, true, true);
-  std::thread revoker;
-  std::atomic<bool> revoked{false};
+  std::atomic<bool> tripped{false}, revoked{false}, revoked_inside{false};
+  std::thread revoker([&] {
+    const auto deadline = Clock::now() + std::chrono::seconds(10);
+    while (!tripped && Clock::now() < deadline) std::this_thread::yield();
+    rig.receiver.revoke(kReservation, kLeg);
+    revoked = true;
+  });
   {
+    // Inside the copy the gate is held: the revoke cannot return before the piece is in.
     const Tripwire trip(rig.pool.map.groups[0][0].page(1), TripRig::kPage, [&] {
-      // Inside the copy the gate is held: the revoke cannot return before the piece is in.
-      revoker = std::thread([&] {
-        rig.receiver.revoke(kReservation, kLeg);
-        revoked = true;
-      });
+      tripped = true;
       const auto until = Clock::now() + milliseconds(30);
-      while (Clock::now() < until) CHECK_FALSE(revoked.load());
+      while (Clock::now() < until) {
+        if (revoked) revoked_inside = true;
+      }
     });
     Peer peer(rig.receiver, 0, rig.memory);
     peer.write(0, 0, 0, 3, local_body({1, 0, 1}));
@@ -329,6 +333,7 @@ TEST_CASE("a leg revoked in mid-copy gets nothing more") {
     peer.record(record);
     CHECK(starts_with(rig.events.text(Kind::kViolation), "record: of a revoked leg"));
     revoker.join();
+    CHECK_FALSE(revoked_inside.load());
     CHECK(rig.pool.page(0, 0, 2) == canaries(TripRig::kPage));
     CHECK(rig.receiver.report(kReservation, kLeg).bytes_landed == 0);
     // Its sources are not read any more, and prefill may know.
