@@ -12,7 +12,7 @@ from typing import Any
 from kvxfer.protocol.actions import Audit
 
 _LOG = logging.getLogger("kvxfer.audit")
-_QUIET = frozenset({"ready", "granted", "session_opened", "lane_up", "reserved", "done", "offered", "committed"})
+_QUIET = frozenset({"ready", "released", "session_opened", "session_closed", "lane_up"})
 
 
 class AuditTrail:

@@ -26,7 +26,8 @@ class DecodeEndpoint(DecodeExecutor):
         keys: CURVE keys (``kvxfer keygen``); needed to dial beyond loopback unless ``insecure``.
         insecure: allow peers beyond loopback without keys.
         sidecar: not available yet; must be None.
-        config: fields of ``protocol.config.DecodeConfig`` (``verify``, ``max_context_tokens``, ``lane_kinds``, time-outs, ...).
+        config: fields of ``protocol.config.DecodeConfig`` (``verify``, ``max_context_tokens``, ``lane_kinds``,
+        time-outs, ...).
 
     Raises:
         NotImplementedError: ``sidecar`` was given.
@@ -51,14 +52,16 @@ class DecodeEndpoint(DecodeExecutor):
             request_id: the engine's id, unique among live reservations of this endpoint.
             pages: by group name, which logical pages are wanted and the pool pages they go to.
             prefill: control address of the prefill, or of every rank of it, in order ("host:port").
-            incarnation: ``PrefillEndpoint.incarnation`` as it came with the request, one or one a rank; a prefill that has
+            incarnation: ``PrefillEndpoint.incarnation`` as it came with the request, one or one a rank; a prefill
+            that has
                 restarted since then fails the reservation with PeerRestarted.
             readers, rank: how many decode ranks reserve for this request, and which one this is.
             timeout_s: from RESERVE to READY; the reservation then fails with DeadlineExceeded. ``Handoff.extend`` adds.
             tag: comes back in events.
 
         Raises, for local reasons only:
-            GeometryError, OwnershipError, CapacityError, DuplicateRequest, PeerRestarted (already known), InsecureEndpoint,
+            GeometryError, OwnershipError, CapacityError, DuplicateRequest, PeerRestarted (already known),
+            InsecureEndpoint,
             Closed.
         """
         peers = (prefill,) if isinstance(prefill, str) else tuple(prefill)
@@ -83,7 +86,9 @@ class DecodeEndpoint(DecodeExecutor):
             self._rearm()
         return handoff
 
-    def decline(self, request_id: str, *, prefill: str | Sequence[str], reason: str = "declined", rank: int = 0) -> None:
+    def decline(
+        self, request_id: str, *, prefill: str | Sequence[str], reason: str = "declined", rank: int = 0
+    ) -> None:
         """Tells prefill that this request's pages are not wanted (full prefix hit, aborted before allocation)."""
         peers = (prefill,) if isinstance(prefill, str) else tuple(prefill)
         for peer in peers:
@@ -96,7 +101,8 @@ class DecodeEndpoint(DecodeExecutor):
     def close(self, timeout_s: float = DEFAULT_CLOSE_TIMEOUT_S) -> None:
         """Ends every handoff, fences every lane, and waits for the fences; idempotent.
 
-        Raises PagesQuarantined if a writer could not be proven silent within ``timeout_s``: the pool's memory is then kept
+        Raises PagesQuarantined if a writer could not be proven silent within ``timeout_s``: the pool's memory is then
+        kept
         alive by the endpoint, and ``close`` may be called again.
         """
         self._check_process()
@@ -112,7 +118,8 @@ class DecodeEndpoint(DecodeExecutor):
         if not quiet:
             outstanding = self._core.outstanding()
             raise PagesQuarantined(
-                "pages are still quarantined: a writer could not be proven silent; their memory is kept, call close() again",
+                "pages are still quarantined: a writer could not be proven silent; their memory is kept, call close() "
+                "again",
                 timeout_s=timeout_s,
                 outstanding={f"{reservation:016x}": pages for reservation, pages in outstanding.items()},
             )
@@ -153,15 +160,13 @@ class DecodeEndpoint(DecodeExecutor):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, action: Notify) -> Any:
+    def _settle(self, action: Notify) -> tuple[Any, bool]:
         handoff = self._handoffs.get(action.key)
         if handoff is None:
-            return None
+            return None, True
         if action.kind == "ready":
             n_tokens, aux, stats = self._core.ready(action.key)
-            handoff._ready = Ready(
-                _MAKE, self, action.key, action.request_id, handoff._pages, n_tokens, aux, stats
-            )
+            handoff._ready = Ready(_MAKE, self, action.key, action.request_id, handoff._pages, n_tokens, aux, stats)
         elif action.kind == "failed":
             handoff._error = action.error
         elif action.kind == "released":
@@ -172,7 +177,7 @@ class DecodeEndpoint(DecodeExecutor):
             for callback in handoff._callbacks:
                 callback()
             handoff._callbacks.clear()
-        return handoff.tag
+        return handoff.tag, False
 
     def _pack(
         self, request_id: str, pages: Mapping[str, Pages]
@@ -200,5 +205,3 @@ def _incarnations(incarnation: str | Sequence[str | None] | None, n_peers: int) 
         return [None if one is None else bytes.fromhex(one) for one in given]
     except ValueError:
         raise GeometryError("an incarnation is the hexadecimal string that PrefillEndpoint.incarnation gives") from None
-
-

@@ -72,9 +72,7 @@ class DecodeExecutor(Endpoint):
         self._max_record_bytes = max_record_bytes(pool.geometry)
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
         self._connectors: set[threading.Thread] = set()
-        self._core = DecodeCore(
-            self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity()
-        )
+        self._core = DecodeCore(self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity())
         self._next_tick: float | None = None
         self._handlers |= {
             act.OpenSocket: self._open_socket,
@@ -96,6 +94,8 @@ class DecodeExecutor(Endpoint):
 
     def _on_wake(self, ready: list[int]) -> float | None:
         with self._lock:
+            if self._closed:
+                return None
             now = self._now()
             completions_fd = self._completions.fileno()
             for fd in ready:
@@ -126,7 +126,8 @@ class DecodeExecutor(Endpoint):
                     again = True
 
     def _rearm(self) -> None:
-        """After a call from the engine's thread: the I/O thread may have less time than it thinks, or frames to read."""
+        """After a call from the engine's thread: the I/O thread may have less time than it thinks, or frames to
+        read."""
         deadline = self._core.next_deadline()
         sooner = deadline is not None and (self._next_tick is None or deadline < self._next_tick)
         if sooner or any(link.client.pending() for link in self._links.values()):
@@ -242,13 +243,20 @@ class DecodeExecutor(Endpoint):
         reasons: dict[str, str],
     ) -> None:
         receiver = _native.Receiver(
-            self._completions, self._pool.native, action.session, action.epoch, action.generation, self._max_record_bytes
+            self._completions,
+            self._pool.native,
+            action.session,
+            action.epoch,
+            action.generation,
+            self._max_record_bytes,
         )
         if link.receiver is not None:
             link.receiver.fence()
         link.receiver, link.generation, link.kind, link.reasons = receiver, action.generation, kind, reasons
         for fallen, reason in reasons.items():
-            self._trail.note(Audit("lane_fallback", action.session, fields={"lane": fallen, "used": kind, "reason": reason}))
+            self._trail.note(
+                Audit("lane_fallback", action.session, fields={"lane": fallen, "used": kind, "reason": reason})
+            )
         for number, lane in enumerate(connected):
             receiver.add_lane(number, kind, lane.detach(), lane.peer_memory)
         for number in range(len(connected)):
@@ -285,7 +293,8 @@ class DecodeExecutor(Endpoint):
         if link is not None and link.wanted_generation <= action.generation:
             link.wanted_generation = -1
         if link is None or link.receiver is None or link.generation != action.generation:
-            # A session's socket closes only after its receiver was fenced, and a generation that was never installed has
+            # A session's socket closes only after its receiver was fenced, and a generation that was never installed
+            # has
             # no means to write.
             return self._core.fenced(self._now(), action.session, action.generation)
         self._fences.submit(self._fence_now, link, link.receiver, action)
@@ -354,5 +363,3 @@ class DecodeExecutor(Endpoint):
             thread.join(LANE_CONNECT_TIMEOUT_S + 1.0)
         self._fences.shutdown(wait=True)
         self._events.close()
-
-

@@ -133,13 +133,15 @@ class Endpoint(ABC):
         self._trail.note(action)
 
     def _do_notify(self, action: Notify) -> None:
-        tag = self._settle(action)
-        self._events.push(action.key, Event(action.kind, tag, action.request_id, action.error))
+        tag, told_already = self._settle(action)
+        if not told_already:
+            self._events.push(action.key, Event(action.kind, tag, action.request_id, action.error))
         self._changed.notify_all()
 
     @abstractmethod
-    def _settle(self, action: Notify) -> Any:
-        """Tells the handoff or grant of its event; returns the caller's tag."""
+    def _settle(self, action: Notify) -> tuple[Any, bool]:
+        """Tells the handoff or grant of its event; returns the caller's tag, and whether a wait call has told it
+        all."""
 
     @abstractmethod
     def _on_wake(self, ready: list[int]) -> float | None: ...

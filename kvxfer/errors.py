@@ -8,6 +8,32 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "Aborted",
+    "AdmissionClosed",
+    "CapacityError",
+    "Closed",
+    "ConfigurationError",
+    "DeadlineExceeded",
+    "Declined",
+    "DuplicateRequest",
+    "DuplicateWrite",
+    "GeometryError",
+    "IncompatiblePool",
+    "InsecureEndpoint",
+    "KvxferError",
+    "LaneFailed",
+    "NotReady",
+    "OwnershipError",
+    "PagesQuarantined",
+    "PeerLost",
+    "PeerRestarted",
+    "ProtocolViolation",
+    "Rejected",
+    "SourceChanged",
+    "VerificationFailed",
+]
+
 
 class KvxferError(Exception):
     """Base of all kvxfer errors.
@@ -139,7 +165,8 @@ class SourceChanged(KvxferError):
 
 
 class VerificationFailed(KvxferError):
-    """S1: the handoff was refused. ``details['kind']`` is ``tokens``, ``coverage``, ``digest``, ``record`` or ``source``."""
+    """S1: the handoff was refused. ``details['kind']`` is ``tokens``, ``coverage``, ``digest``, ``record`` or
+    ``source``."""
 
 
 class ProtocolViolation(KvxferError):

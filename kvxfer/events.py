@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
@@ -78,7 +79,5 @@ class EventQueue:
                 os.close(self._fd)
 
     def _drain(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass

@@ -24,14 +24,33 @@ Layers = str | int | Sequence[str | int] | None
 class Grant:
     """One request's source pages and all readers they go to. Made by ``PrefillEndpoint.accept``. Thread-safe.
 
-    The source of a page is pinned from the call of ``write`` until ``released`` (S3): the engine must neither change nor
+    The source of a page is pinned from the call of ``write`` until ``released`` (S3): the engine must neither change
+    nor
     reuse it before.
     """
 
-    __slots__ = ("_committing", "_endpoint", "_error", "_id", "_pending", "_released", "_source", "request_id", "tag")
+    __slots__ = (
+        "_committing",
+        "_endpoint",
+        "_error",
+        "_events",
+        "_id",
+        "_pending",
+        "_released",
+        "_source",
+        "_waited_for",
+        "request_id",
+        "tag",
+    )
 
     def __init__(
-        self, token: object, endpoint: PrefillEndpoint, grant: int, source: _native.SourceGrant, request_id: str, tag: Any
+        self,
+        token: object,
+        endpoint: PrefillEndpoint,
+        grant: int,
+        source: _native.SourceGrant,
+        request_id: str,
+        tag: Any,
     ) -> None:
         if token is not _MAKE:
             raise TypeError("a Grant is made by PrefillEndpoint.accept only")
@@ -42,6 +61,8 @@ class Grant:
         self.tag = tag
         self._error: KvxferError | None = None
         self._released = False
+        self._events: set[str] = set()  # kinds told so far
+        self._waited_for = False  # a wait call has told its caller of the end: later events are not repeated by poll
         self._committing = False  # commit was called and waits behind those writes
         self._pending = 0  # writes whose events have not happened yet
 
@@ -51,13 +72,16 @@ class Grant:
         """Sends pages to every reader that reserved, or will reserve, them. Their bytes are digested at this call.
 
         Args:
-            pages: by group; ``Pages.pool`` are pages of this pool. A page is written once in each layer, when it is final.
+            pages: by group; ``Pages.pool`` are pages of this pool. A page is written once in each layer, when it is
+            final.
             layers: names or indices of the regions that are written now; None: all regions of each group.
-            after: None (the bytes are there), or an object with ``synchronize()`` such as a CUDA event: the call returns at
+            after: None (the bytes are there), or an object with ``synchronize()`` such as a CUDA event: the call
+            returns at
                 once, and the write happens after it.
             progress: tells decode's core that a batch has ended.
 
-        Raises GeometryError, DuplicateWrite, AdmissionClosed, Closed; nothing of the group concerned has been sent then.
+        Raises GeometryError, DuplicateWrite, AdmissionClosed, Closed; nothing of the group concerned has been sent
+        then.
         """
         endpoint = self._endpoint
         batches = endpoint._batches(self.request_id, pages, layers)
@@ -69,7 +93,8 @@ class Grant:
     def commit(self, n_tokens: int, aux: bytes = b"") -> None:
         """Says that everything was written; returns at once. Queues behind writes that wait for their events.
 
-        ``n_tokens`` counts from token 0. ``aux`` goes to every reader with the record. Raises GeometryError where a written
+        ``n_tokens`` counts from token 0. ``aux`` goes to every reader with the record. Raises GeometryError where a
+        written
         page lies beyond ``n_tokens``, AdmissionClosed, Closed.
         """
         self._endpoint._commit(self, n_tokens, bytes(aux))
@@ -77,14 +102,16 @@ class Grant:
     def abort(self, reason: str = "aborted by the engine", *, drain_timeout_s: float | None = None) -> bool:
         """Gives the grant up. True: no lane reads the source any more, the pages may be reused.
 
-        Without ``drain_timeout_s`` it returns at once with what holds now, and ``released`` follows; with it, it waits that
+        Without ``drain_timeout_s`` it returns at once with what holds now, and ``released`` follows; with it, it
+        waits that
         long at most. Idempotent; after ``released`` it is True and changes nothing.
         """
         return self._endpoint._abort(self, reason, drain_timeout_s)
 
     @property
     def first_token(self) -> int | None:
-        """The lowest first token that a reader asked for (what lies before it is a prefix hit), None before an offer."""
+        """The lowest first token that a reader asked for (what lies before it is a prefix hit), None before an
+        offer."""
         return self._endpoint._first_token(self._id)
 
     @property
@@ -107,11 +134,14 @@ class Grant:
         return self._released
 
     def wait_released(self, timeout_s: float) -> bool:
-        """Waits until the source pages may be reused; False if they may not yet."""
+        """Waits until the source pages may be reused; False if they may not yet. Afterwards ``poll`` has no more
+        events of this
+        grant: a program that waits need not poll."""
         endpoint = self._endpoint
         endpoint._check_process()
         reached = endpoint._wait_until(lambda: self._released, timeout_s)
         if reached:
+            self._waited_for = True
             endpoint._events.consume(self._id, "offered", "ready", "failed", "released")
         return reached
 
@@ -128,9 +158,10 @@ Batch = tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[n
 
 @final
 class Plan:
-    """The writes of a whole batch of requests, prepared once and carried out layer by layer. Made by ``PrefillEndpoint.plan``."""
+    """The writes of a whole batch of requests, prepared once and carried out layer by layer. Made by
+    ``PrefillEndpoint.plan``."""
 
-    __slots__ = ("_committing", "_endpoint", "_entries", "_lock", "_written")
+    __slots__ = ("_endpoint", "_entries", "_lock", "_written")
 
     def __init__(self, endpoint: PrefillEndpoint, entries: Sequence[tuple[Grant, Mapping[str, Pages]]]) -> None:
         self._endpoint = endpoint
@@ -139,8 +170,10 @@ class Plan:
         self._written: set[str | int] = set()
 
     def write(self, layer: str | int, *, after: Any = None, progress: bool = False) -> None:
-        """Writes one layer of every request of the plan; see ``Grant.write``. A grant that has ended meanwhile is passed over: its
-        own event says so, and the others go on. Raises DuplicateWrite where the layer was written before, GeometryError where no group has it.
+        """Writes one layer of every request of the plan; see ``Grant.write``. A grant that has ended meanwhile is
+        passed over: its
+        own event says so, and the others go on. Raises DuplicateWrite where the layer was written before,
+        GeometryError where no group has it.
         """
         with self._lock:
             if layer in self._written:

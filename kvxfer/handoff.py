@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
@@ -95,10 +96,26 @@ class Handoff(_Sealed):
     It holds no pages that could be read: those come with ``Ready``, from ``wait`` or ``await``.
     """
 
-    __slots__ = ("_callbacks", "_endpoint", "_error", "_pages", "_ready", "_released", "_reservation", "request_id", "tag")
+    __slots__ = (
+        "_callbacks",
+        "_endpoint",
+        "_error",
+        "_pages",
+        "_ready",
+        "_released",
+        "_reservation",
+        "request_id",
+        "tag",
+    )
 
     def __init__(
-        self, token: object, endpoint: DecodeEndpoint, reservation: int, request_id: str, tag: Any, pages: Mapping[str, Pages]
+        self,
+        token: object,
+        endpoint: DecodeEndpoint,
+        reservation: int,
+        request_id: str,
+        tag: Any,
+        pages: Mapping[str, Pages],
     ) -> None:
         if token is not _MAKE:
             raise TypeError("a Handoff is made by DecodeEndpoint.reserve only")
@@ -139,7 +156,8 @@ class Handoff(_Sealed):
     def wait(self, timeout_s: float) -> Ready:
         """Waits until READY and returns the pages; blocks with the interpreter lock released.
 
-        Raises the handoff's error if it failed, DeadlineExceeded if it is still under way after ``timeout_s`` seconds (the
+        Raises the handoff's error if it failed, DeadlineExceeded if it is still under way after ``timeout_s`` seconds
+        (the
         handoff goes on: wait again, or abort), Closed after ``close()``.
         """
         endpoint = self._endpoint
@@ -161,7 +179,8 @@ class Handoff(_Sealed):
         self._endpoint._extend(self._reservation, seconds)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
-        """Gives the handoff up; returns at once. ``failed`` follows, then ``released``. Idempotent; nothing after READY."""
+        """Gives the handoff up; returns at once. ``failed`` follows, then ``released``. Idempotent; nothing after
+        READY."""
         self._endpoint._abort(self._reservation, reason)
 
     def wait_released(self, timeout_s: float) -> bool:
@@ -202,10 +221,8 @@ class Handoff(_Sealed):
                 arrived.set_result(None)
 
         def notify() -> None:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody is there to be told
                 loop.call_soon_threadsafe(finish)
-            except RuntimeError:  # the loop was closed while we waited: nobody is there to be told
-                pass
 
         self._endpoint._check_process()
         with self._endpoint._lock:

@@ -32,7 +32,8 @@ class PrefillEndpoint(PrefillExecutor):
         advertise_host: what peers should dial, where ``bind`` is a wildcard.
         keys, insecure: as for ``DecodeEndpoint``.
         sidecar: not available yet; must be None.
-        config: fields of ``protocol.config.PrefillConfig``, and ``local_lanes`` / ``tcp_lanes`` (how many of each kind a
+        config: fields of ``protocol.config.PrefillConfig``, and ``local_lanes`` / ``tcp_lanes`` (how many of each
+        kind a
             session gets; 0 switches a kind off).
 
     Attributes:
@@ -45,8 +46,10 @@ class PrefillEndpoint(PrefillExecutor):
     def accept(self, request_id: str, *, readers: int | None = None, timeout_s: float, tag: Any = None) -> Grant:
         """Registers interest in a request; returns at once. Writing may start before decode has reserved.
 
-        ``timeout_s`` starts at ``commit`` and ends when all readers have reserved. ``readers``: how many decode ranks will
-        reserve; None: their reservations say so. Raises DuplicateRequest (the live grant is untouched), Rejected (``reject``
+        ``timeout_s`` starts at ``commit`` and ends when all readers have reserved. ``readers``: how many decode ranks
+        will
+        reserve; None: their reservations say so. Raises DuplicateRequest (the live grant is untouched), Rejected
+        (``reject``
         is remembered), Closed.
         """
         with self._lock:
@@ -122,7 +125,9 @@ class PrefillEndpoint(PrefillExecutor):
         if wanted is not None:
             known = {layer for name in pages for layer in self._regions[name][1]}
             if unknown := wanted - known:
-                raise GeometryError(f"no group given here has layers {sorted(map(str, unknown))}", request_id=request_id)
+                raise GeometryError(
+                    f"no group given here has layers {sorted(map(str, unknown))}", request_id=request_id
+                )
         return batches
 
     def _write_now(self, grant: Grant, batches: Sequence[Batch], progress: bool) -> None:
@@ -133,7 +138,8 @@ class PrefillEndpoint(PrefillExecutor):
         self._post(grant, batches, progress)
 
     def _post(self, grant: Grant, batches: Sequence[Batch], progress: bool) -> None:
-        """Digests and queues in this thread, without the endpoint's lock: a write may take as long as reading its pages."""
+        """Digests and queues in this thread, without the endpoint's lock: a write may take as long as reading its
+        pages."""
         last = len(batches) - 1
         for number, (group, logical, pool, regions) in enumerate(batches):
             try:
@@ -178,7 +184,7 @@ class PrefillEndpoint(PrefillExecutor):
             if grant._pending:
                 self._commit_after_pending(grant, n_tokens, aux)
                 return
-            self._commit_now(grant, n_tokens, aux)
+        self._commit_now(grant, n_tokens, aux)
 
     def _check_within(self, grant: Grant, n_tokens: int) -> None:
         for index, group in enumerate(self._pool.geometry.groups):
@@ -212,19 +218,22 @@ class PrefillEndpoint(PrefillExecutor):
 
     def _skipped(self, grant: Grant) -> int:
         with self._lock:
-            return sum(grant._source.skipped(reservation) for reservation in self._attached.get(grant._id, ()))
+            return sum(grant._source.skipped(reservation) for _, reservation in self._attached.get(grant._id, ()))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, action: Notify) -> Any:
+    def _settle(self, action: Notify) -> tuple[Any, bool]:
         grant = self._grants.get(action.key)
         if grant is None:
-            return None
+            return None, True
+        grant._events.add(action.kind)
         if action.kind == "failed":
             grant._error = action.error
         elif action.kind == "released":
             grant._released = True
-        return grant.tag
+        if "released" in grant._events and ("ready" in grant._events or "failed" in grant._events):
+            self._drop_grant(action.key)
+        return grant.tag, grant._waited_for
 
 
 def _write_error(cause: ValueError, request_id: str) -> KvxferError:

@@ -1,7 +1,9 @@
-"""Carries out what prefill's core asks for: the control socket, lanes, legs, sources, and writes that wait for events."""
+"""Carries out what prefill's core asks for: the control socket, lanes, legs, sources, and writes that wait for
+events."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import struct
@@ -58,7 +60,7 @@ class PrefillExecutor(Endpoint):
         super().__init__(pool, "prefill")
         self._limits = Limits.for_pool(pool.geometry)
         self._grants: dict[int, Grant] = {}
-        self._attached: defaultdict[int, set[int]] = defaultdict(set)  # grant -> reservations
+        self._attached: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # grant -> (session, reservation)
         self._by_reservation: dict[tuple[int, int], int] = {}  # (session, reservation) -> grant
         self._generations: dict[int, int] = {}  # session -> generation served
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -69,7 +71,9 @@ class PrefillExecutor(Endpoint):
             for index, group in enumerate(pool.geometry.groups)
         }
         self._incarnation = os.urandom(8)
-        self._server = ControlServer(bind, keys=keys, insecure=insecure, limits=self._limits, advertise_host=advertise_host)
+        self._server = ControlServer(
+            bind, keys=keys, insecure=insecure, limits=self._limits, advertise_host=advertise_host
+        )
         self._sender = _native.Sender(self._completions, pool.native)
         self._lane_counts = {kind: n for kind, n in (("local", local_lanes), ("tcp", tcp_lanes)) if n > 0}
         self._listener = LaneListener(
@@ -122,6 +126,8 @@ class PrefillExecutor(Endpoint):
 
     def _on_wake(self, ready: list[int]) -> float | None:
         with self._lock:
+            if self._closed:
+                return None
             now = self._now()
             if self._completions.fileno() in ready:
                 for completion in self._completions.poll():
@@ -139,7 +145,8 @@ class PrefillExecutor(Endpoint):
             return deadline
 
     def _rearm(self) -> None:
-        """After a call from the engine's thread: the I/O thread may have less time than it thinks, or frames to read."""
+        """After a call from the engine's thread: the I/O thread may have less time than it thinks, or frames to
+        read."""
         deadline = self._core.next_deadline()
         sooner = deadline is not None and (self._next_tick is None or deadline < self._next_tick)
         if sooner or self._server.pending():
@@ -234,7 +241,7 @@ class PrefillExecutor(Endpoint):
             for group in reserve.groups
         ]
         self._by_reservation[key] = action.grant
-        self._attached[action.grant].add(reserve.reservation)
+        self._attached[action.grant].add(key)
         try:
             grant._source.attach(
                 action.session,
@@ -262,7 +269,6 @@ class PrefillExecutor(Endpoint):
 
     def _detach_leg(self, action: act.DetachLeg) -> None:
         source = self._source(action.session, action.reservation)
-        self._by_reservation.pop((action.session, action.reservation), None)
         if source is not None:
             source.detach(action.session, action.reservation)
 
@@ -278,13 +284,24 @@ class PrefillExecutor(Endpoint):
     def _release_grant(self, action: act.ReleaseGrant) -> None:
         grant = self._grants.get(action.grant)
         if grant is not None:
-            grant._source.close()
-        self._attached.pop(action.grant, None)
+            # Lanes have let go; a write that still digests in another thread must, too. The digests stay: decode may
+            # yet
+            # ask for them to name a chunk.
+            grant._source.end_writes() if hasattr(grant._source, "end_writes") else None
+
+    def _drop_grant(self, grant_id: int) -> None:
+        """Its last event has been told: nothing about it is needed any more."""
+        grant = self._grants.pop(grant_id)
+        grant._source.close()
+        for key in self._attached.pop(grant_id, ()):
+            self._by_reservation.pop(key, None)
 
     def _check_write(self, grant: Grant) -> None:
         self._core.check_write(grant._id)
         if grant._committing:
-            raise AdmissionClosed("the grant has been committed; nothing more can be written", request_id=grant.request_id)
+            raise AdmissionClosed(
+                "the grant has been committed; nothing more can be written", request_id=grant.request_id
+            )
 
     # ---- writes that wait for an event -------------------------------------------------------------------------------
 
@@ -310,9 +327,7 @@ class PrefillExecutor(Endpoint):
                 alive.append((grant, batches))
             self._submit(lambda: self._write_when_there(alive, after, progress))
 
-    def _write_when_there(
-        self, entries: Sequence[tuple[Grant, Sequence[Batch]]], after: Any, progress: bool
-    ) -> None:
+    def _write_when_there(self, entries: Sequence[tuple[Grant, Sequence[Batch]]], after: Any, progress: bool) -> None:
         failure: KvxferError | None = None
         try:
             after.synchronize()
@@ -343,25 +358,28 @@ class PrefillExecutor(Endpoint):
         self._submit(lambda: self._commit_later(grant, n_tokens, aux))
 
     def _commit_later(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
-        with self._lock:
-            try:
-                self._check_within(grant, n_tokens)
-                self._commit_now(grant, n_tokens, aux)
-            except AdmissionClosed:
-                pass
-            except KvxferError as cause:
+        try:
+            self._check_within(grant, n_tokens)
+            self._commit_now(grant, n_tokens, aux)
+        except AdmissionClosed:
+            pass
+        except KvxferError as cause:
+            with self._lock:
                 self._drive(self._core.abort(self._now(), grant._id, str(cause)))
-            self._rearm()
+                self._rearm()
 
     @abstractmethod
     def _check_within(self, grant: Grant, n_tokens: int) -> None:
         """Raises GeometryError where a written page lies beyond ``n_tokens``."""
 
     def _commit_now(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
-        actions = self._core.commit(self._now(), grant._id, n_tokens, len(aux))
-        grant._source.commit(n_tokens, aux)
-        self._drive(actions)
-        self._rearm()
+        """Closes admission under the lock; the core's record follows outside of it, behind a write of another
+        thread."""
+        with self._lock:
+            self._drive(self._core.commit(self._now(), grant._id, n_tokens, len(aux)))
+            self._rearm()
+        with contextlib.suppress(RuntimeError):  # ended meanwhile: its own event says so
+            grant._source.commit(n_tokens, aux)
 
     def _submit(self, job: Callable[[], None]) -> None:
         if self._worker is None:
