@@ -26,6 +26,9 @@ namespace {
 constexpr std::size_t kThreadBudget = 8 << 20;
 constexpr std::size_t kCallerBudget = 256 << 10;
 constexpr std::size_t kStepBytes = 512 << 10;
+// A local lane's frames only name pages, so a socket of usual size would take a whole handoff: the first lane would get it
+// all and the other copiers nothing. With this one a lane holds some ten frames and the rest stays for whoever is free.
+constexpr int kLocalSendBuffer = 4096;
 
 struct SourceChanged {
   std::string what;
@@ -44,6 +47,7 @@ std::string errno_text(const char* call) { return std::string(call) + ": " + std
 SenderLane::SenderLane(SenderSession& session, std::uint32_t index, LaneKind kind, int fd)
     : session_(session), index_(index), kind_(kind), fd_(-1), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_fd_ < 0) throw_errno("eventfd");
+  if (kind == LaneKind::kLocal) setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kLocalSendBuffer, sizeof(kLocalSendBuffer));
   fd_ = fd;
 }
 
