@@ -105,14 +105,16 @@ class BenchResult:
 
 
 def stages_ms(rounds: Sequence[Round]) -> dict[str, float]:
-    """Medians of the stages of a handoff; ``post`` is prefill's time in write and commit and overlaps ``wire``."""
-    names: dict[str, list[float]] = {}
-    for one in rounds:
-        for name, seconds in one.stats.get("stages_s", {}).items():
-            names.setdefault(name, []).append(float(seconds))
-        names.setdefault("post", []).append(one.post_s)
-        names.setdefault("total", []).append(one.seconds)
-    return {name: _round(statistics.median(values) * 1e3) for name, values in names.items()}
+    """Medians of the stages of a handoff. ``reserve``: until RESERVE has left; ``wire``: from there to the last record;
+    ``verify``: from there to READY. ``post`` is prefill's time in write and commit, and lies within ``wire``."""
+    stages = {
+        "reserve": [float(one.stats["connect_s"]) for one in rounds],
+        "post": [one.post_s for one in rounds],
+        "wire": [float(one.stats["transfer_s"]) for one in rounds],
+        "verify": [float(one.stats["verify_s"]) for one in rounds],
+        "total": [one.seconds for one in rounds],
+    }
+    return {name: _round(statistics.median(seconds) * 1e3) for name, seconds in stages.items()}
 
 
 def run_prefill(

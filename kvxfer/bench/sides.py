@@ -222,7 +222,12 @@ class DecodeSide:
         self.pool = make_pool(options)
         self._baseline_bytes = private_bytes()
         self.endpoint = DecodeEndpoint(
-            self.pool, keys=keys, insecure=insecure, verify=options.verify, lane_kinds=(options.lane,), lanes=options.connections
+            self.pool,
+            keys=keys,
+            insecure=insecure,
+            verify=options.verify,
+            lane_kinds=(options.lane,),
+            lanes=options.connections,
         )
         self._events = EventWaiter(self.endpoint)
         self.rounds: list[Round] = []

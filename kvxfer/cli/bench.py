@@ -239,6 +239,6 @@ def _title(document: dict[str, Any]) -> str:
     total_mib = document["total_bytes"] / (1 << 20)
     return (
         f"{document['pages']} pages of {document['page_bytes']} B in {document['regions']} region(s): "
-        f"{total_mib:.1f} MiB, {document['connections']} lane(s), {document['repeat']} rounds, {document['cpus']} CPUs, "
-        f"{document['isa']}"
+        f"{total_mib:.1f} MiB, {document['connections']} lane(s), {document['repeat']} rounds, "
+        f"{document['cpus']} CPUs, {document['isa']}"
     )

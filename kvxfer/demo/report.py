@@ -11,7 +11,7 @@ from rich.table import Table
 from kvxfer.demo.layout import TOKENS_PER_PAGE
 from kvxfer.demo.scenario import DemoResult, LaneResult, stages_ms
 
-SHOWN_TOKENS = 16
+SHOWN_TOKENS = 10
 SHOWN_PAGES = 6
 
 
@@ -39,10 +39,12 @@ def _lane(console: Console, result: DemoResult, lane: LaneResult) -> None:
         f"{handoff.get('bytes')} bytes"
     )
     console.print(_times(lane))
+    console.print("decode's pool when the pages were READY:")
+    console.print(escape(handoff.get("map", "")))
     for incident in lane.incidents:
         _incident(console, incident)
     if lane.incidents and lane.incidents[-1].get("map"):
-        console.print("decode's pool after the refusal:")
+        console.print("what decode's pool held when it was refused:")
         console.print(escape(lane.incidents[-1]["map"]))
     checks = Table.grid(padding=(0, 2))
     for promise, kept in lane.checks.items():

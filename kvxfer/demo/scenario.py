@@ -184,14 +184,15 @@ class _LaneRun:
         self._result.incidents.append(refused)
         checks = self._result.checks
         checks[f"placeholder that {what}: refused ({kind})"] = not refused["accepted"] and refused["kind"] == kind
-        named = set(refused.get("logical_pages", []))
-        missing = set(range(1, n_pages))
-        checks[f"placeholder that {what}: its missing pages are named"] = (
-            bool(named) and named <= missing and refused.get("pages_refused") == len(missing)
+        # By count, pages that are not full of committed tokens are named; by coverage, pages that were not written.
+        missing = n_pages - (0 if kind == "tokens" else 1)
+        named = refused.get("logical_pages", [])
+        checks[f"placeholder that {what}: its pages are named"] = (
+            refused.get("pages_refused") == missing and bool(named) and named[0] == n_pages - missing
         )
         # Without the refusal these pages would have been read: they still hold what lay there before.
         stale = len(refused.get("stale_pages", []))
-        checks[f"placeholder that {what}: the unwritten pages are stale"] = stale == len(missing)
+        checks[f"placeholder that {what}: the unwritten pages are stale"] = stale == n_pages - 1
 
     def _again(self) -> None:
         """The pages of the refused handoffs come back, and serve the same prompt."""

@@ -25,7 +25,7 @@ from kvxfer.pool import PagePool
 from kvxfer.prefill import PrefillEndpoint
 
 HANDOFF_TIMEOUT_S = 30.0
-NAMED_PAGES = 32
+MAP_WIDTH = 64
 
 
 class _Worker:
@@ -93,7 +93,7 @@ class PrefillWorker(_Worker):
         return {"pages_written": 1, "pages_of_prompt": layout.pages_for(n_tokens), **self._end(grant, pages)}
 
     def _take(self, n_pages: int) -> Pages:
-        return Pages(np.arange(n_pages), self._pool.take(n_pages, layout.GROUP))
+        return Pages(np.arange(n_pages), self._pool.take(n_pages, layout.GROUP, order="random", seed=n_pages))
 
     def _end(self, grant: Any, pages: Pages) -> dict[str, Any]:
         """Source pages go back to the allocator only once no lane reads them (S3)."""
@@ -118,7 +118,7 @@ class DecodeWorker(_Worker):
     def decode(self, request_id: str, address: str, incarnation: str, n_tokens: int, n_new: int) -> dict[str, Any]:
         """One handoff and the tokens after it; or, where it is refused, why, and what the pages really hold."""
         n_pages = layout.pages_for(n_tokens)
-        taken = self._pool.take(n_pages, layout.GROUP)
+        taken = self._pool.take(n_pages, layout.GROUP, order="random", seed=n_pages)
         canary.plant_canaries(self._pool, taken)
         began = time.perf_counter()
         handoff = self._endpoint.reserve(
@@ -133,8 +133,8 @@ class DecodeWorker(_Worker):
         except VerificationFailed as error:
             refused = self._refused(error)
             if handoff.wait_released(HANDOFF_TIMEOUT_S):
-                refused["map"] = page_map.render(self._pool)
                 refused["stale_pages"] = _numbers(canary.find_canaries(self._pool, taken))
+                refused["map"] = self._map(_numbers(taken), refused["stale_pages"])
                 self._pool.give_back(taken, layout.GROUP)
             return {"accepted": False, "pages": n_pages, **refused}
         arrived = time.perf_counter()
@@ -158,6 +158,14 @@ class DecodeWorker(_Worker):
         }
         self._pool.give_back(taken, layout.GROUP)
         return answer
+
+    def _map(self, reserved: list[int], stale: list[int]) -> str:
+        """The pool, a mark a page: what the request's pages really hold."""
+        marks = ["·"] * self._pool.geometry.groups[0].n_pages
+        for page in reserved:
+            marks[page] = "✖" if page in stale else "█"
+        rows = ["  " + "".join(marks[at : at + MAP_WIDTH]) for at in range(0, len(marks), MAP_WIDTH)]
+        return "\n".join([*rows, "█ written for this request  ✖ reserved, holds older bytes  · not of this request"])
 
     @staticmethod
     def _refused(error: VerificationFailed) -> dict[str, Any]:
