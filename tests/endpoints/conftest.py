@@ -169,7 +169,7 @@ class Worker:
         """SIGSTOP; returns when the process has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         deadline = time.monotonic() + WAIT_S
-        while not Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
+        while Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
