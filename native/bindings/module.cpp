@@ -33,10 +33,6 @@ NB_MODULE(_native, m) {
   bind_digest(m);
   bind_memory(m);
   bind_completion(m);
-#ifdef KVXFER_HAVE_SENDER
   bind_sender(m);
-#endif
-#ifdef KVXFER_HAVE_RECEIVER
   bind_receiver(m);
-#endif
 }
