@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import ConfigurationError, ProtocolViolation
 from kvxfer.geometry import PoolGeometry, RegionMemory
 
 MAX_FDS = 64
@@ -129,7 +129,7 @@ def _duplicate(fd: int) -> int:
 
 
 def pack_claims(claims: MemoryClaims) -> bytes:
-    """Raises ValueError where the pool has more regions than a description may hold."""
+    """Raises ConfigurationError where the pool has more regions than a description may hold."""
     parts = [
         _HEADER.pack(_MAGIC, _VERSION, claims.n_fds, claims.pid, claims.probe_ptr, claims.probe),
         _COUNT.pack(len(claims.regions)),
@@ -139,7 +139,11 @@ def pack_claims(claims: MemoryClaims) -> bytes:
         parts.extend(_REGION.pack(*region) for region in group)
     packed = b"".join(parts)
     if len(packed) > MAX_DESCRIPTION_BYTES:
-        raise ValueError(f"the pool's description has {len(packed)} bytes, more than {MAX_DESCRIPTION_BYTES}")
+        raise ConfigurationError(
+            "the pool has more regions than local lanes can describe; use tcp lanes only",
+            n_bytes=len(packed),
+            limit=MAX_DESCRIPTION_BYTES,
+        )
     return packed
 
 

@@ -9,7 +9,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,9 +23,10 @@ from kvxfer.lanes.sockets import peer_credentials, prepare_tcp
 from kvxfer.protocol.messages import LaneOffer
 
 _LOG = logging.getLogger("kvxfer")
-_BACKLOG = 128
-_ACCEPT_BATCH = 8
-_ACCEPT_PAUSE_S = 0.1
+_BACKLOG = 1024  # beyond it the kernel drops connections, and a real peer waits a second to try again
+_ACCEPT_BATCH = 32
+_GRACE_S = 0.1
+_PAUSE_S = 0.1
 _JOIN_TIMEOUT_S = 5.0
 
 TcpHost = str | tuple[str, str]
@@ -48,8 +49,8 @@ class LaneListener:
     """Accepts and proves the connections of all sessions' lanes. Thread-safe.
 
     A connection that does not prove itself within ``handshake_timeout_s`` is closed without a word. At most
-    ``max_pending`` wait at a time, at most half of them from one peer; beyond that the oldest unproven one makes room,
-    so that silent connections never keep a real one out.
+    ``max_pending`` wait at a time. Beyond that the oldest unproven connection of the peer that has the most of them
+    makes room, once it has had 100 ms, so that silent connections never keep a real one out.
 
     Args:
         tcp_hosts: hosts to bind for tcp lanes, at one port; empty: no tcp lanes.
@@ -99,7 +100,7 @@ class LaneListener:
             self._close_descriptors()
             raise
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
-        self._set_accepting(True)
+        self._resume()
         self._thread = threading.Thread(target=self._run, name="kvxfer-lanes", daemon=True)
         self._thread.start()
 
@@ -165,13 +166,15 @@ class LaneListener:
         sock.listen(_BACKLOG)
         return f"@{name}"
 
-    def _set_accepting(self, accepting: bool) -> None:
+    def _resume(self) -> None:
+        self._accept_again_at = None
         for fd in self._listening:
-            if accepting:
-                self._selector.register(fd, selectors.EVENT_READ)
-            else:
-                self._selector.unregister(fd)
-        self._accept_again_at = None if accepting else time.monotonic() + _ACCEPT_PAUSE_S
+            self._selector.register(fd, selectors.EVENT_READ)
+
+    def _pause(self, until: float) -> None:
+        self._accept_again_at = until
+        for fd in self._listening:
+            self._selector.unregister(fd)
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -202,6 +205,8 @@ class LaneListener:
 
     def _accept(self, listening: socket.socket, kind: str) -> None:
         for _ in range(_ACCEPT_BATCH):
+            if self._accept_again_at is not None or not self._has_room():
+                return
             try:
                 sock, address = listening.accept()
             except (BlockingIOError, ConnectionError):
@@ -209,8 +214,7 @@ class LaneListener:
             except OSError as cause:
                 # Out of descriptors or memory: waiting connections stay in the kernel's queue for a moment.
                 self._refusals.append(("no_descriptor", "", str(cause)))
-                if self._accept_again_at is None:
-                    self._set_accepting(False)
+                self._pause(time.monotonic() + _PAUSE_S)
                 return
             try:
                 self._take(sock, kind, address)
@@ -229,22 +233,32 @@ class LaneListener:
             peer = f"pid {pid}"
             if uid != os.geteuid():
                 raise Refusal("foreign_user", f"user {uid} is not ours")
-        self._make_room(peer)
-        deadline = time.monotonic() + self._handshake_timeout_s
-        pending = PendingLane(sock, kind, peer, os.urandom(32), deadline, self._memory)
+        now = time.monotonic()
+        pending = PendingLane(sock, kind, peer, os.urandom(32), now, now + self._handshake_timeout_s, self._memory)
         want = pending.start()
         self._pending[sock.fileno()] = pending
         self._selector.register(sock, _events(want))
 
-    def _make_room(self, peer: str) -> None:
+    def _victim(self) -> PendingLane | None:
+        """The oldest unproven connection of the peer that has the most of them."""
         unproven = [pending for pending in self._pending.values() if pending.proven is None]
-        of_peer = [pending for pending in unproven if pending.peer == peer]
-        if len(of_peer) >= max(1, self._max_pending // 2):
-            self._drop(of_peer[0], "evicted", "too many unproven connections from one peer")
-        elif len(self._pending) >= self._max_pending:
-            if not unproven:
-                raise Refusal("busy", "too many handshakes are under way")
-            self._drop(unproven[0], "evicted", "too many unproven connections")
+        if not unproven:
+            return None
+        (heaviest, _), *_ = Counter(pending.peer for pending in unproven).most_common(1)
+        return next(pending for pending in unproven if pending.peer == heaviest)
+
+    def _has_room(self) -> bool:
+        """Makes room for one more connection, or pauses accepting until there can be room."""
+        if len(self._pending) < self._max_pending:
+            return True
+        victim = self._victim()
+        now = time.monotonic()
+        if victim is None or now < victim.since + _GRACE_S:
+            # Those that are waiting have not had their chance yet; newcomers wait in the kernel's queue.
+            self._pause(now + _PAUSE_S if victim is None else victim.since + _GRACE_S)
+            return False
+        self._drop(victim, "evicted", "made room for others, after it had not proven itself")
+        return True
 
     def _advance(self, pending: PendingLane) -> None:
         try:
@@ -272,7 +286,7 @@ class LaneListener:
         for pending in [pending for pending in self._pending.values() if pending.deadline <= now]:
             self._drop(pending, "timeout", "the peer did not prove itself in time")
         if self._accept_again_at is not None and self._accept_again_at <= now:
-            self._set_accepting(True)
+            self._resume()
 
     def _drop(self, pending: PendingLane, reason: str, cause: str) -> None:
         self._forget(pending)

@@ -53,11 +53,19 @@ class PendingLane:
     """
 
     def __init__(
-        self, sock: socket.socket, kind: str, peer: str, nonce: bytes, deadline: float, memory: MemoryExport | None
+        self,
+        sock: socket.socket,
+        kind: str,
+        peer: str,
+        nonce: bytes,
+        since: float,
+        deadline: float,
+        memory: MemoryExport | None,
     ) -> None:
         self.sock = sock
         self.kind = kind
         self.peer = peer
+        self.since = since
         self.deadline = deadline
         self.proven: Proven | None = None
         self._nonce = nonce
