@@ -105,10 +105,10 @@ class BenchResult:
 
 
 def stages_ms(rounds: Sequence[Round]) -> dict[str, float]:
-    """Medians of the stages of a handoff. ``reserve``: until RESERVE has left; ``wire``: from there to the last record;
-    ``verify``: from there to READY. ``post`` is prefill's time in write and commit, and lies within ``wire``."""
+    """Medians of the stages of a handoff. ``reserve``: the call, until RESERVE has left; ``wire``: from there to the last
+    record; ``verify``: from there to READY. ``post`` is prefill's time in write and commit, and lies within ``wire``."""
     stages = {
-        "reserve": [float(one.stats["connect_s"]) for one in rounds],
+        "reserve": [one.reserve_s for one in rounds],
         "post": [one.post_s for one in rounds],
         "wire": [float(one.stats["transfer_s"]) for one in rounds],
         "verify": [float(one.stats["verify_s"]) for one in rounds],

@@ -209,6 +209,7 @@ class Round:
     """One timed handoff. Times in seconds."""
 
     seconds: float
+    reserve_s: float
     stats: dict[str, Any]
     post_s: float = 0.0
 
@@ -283,9 +284,10 @@ class DecodeSide:
         request_id, pages = f"{step.kind}-{step.number}", whole(self._options, order)
         began = time.perf_counter()
         handoff = self.endpoint.reserve(request_id, pages, prefill=self._peer, timeout_s=STEP_TIMEOUT_S)
+        reserve_s = time.perf_counter() - began
         self._events.wait("ready", request_id)
         seconds = time.perf_counter() - began
-        return Round(seconds, dict(handoff.wait(0).stats))
+        return Round(seconds, reserve_s, dict(handoff.wait(0).stats))
 
     def _latency(self, step: Step, order: U64) -> None:
         options = self._options

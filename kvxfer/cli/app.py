@@ -12,7 +12,7 @@ import typer
 from kvxfer._version import __version__
 from kvxfer.cli import bench, demo, exit_codes, keygen
 from kvxfer.cli.output import CliError, Output, kvxfer_error
-from kvxfer.errors import KvxferError
+from kvxfer.errors import CapacityError, ConfigurationError, GeometryError, InsecureEndpoint, KvxferError
 
 app = typer.Typer(
     name="kvxfer",
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CliError as error:
         output.fail(error)
     except KvxferError as error:
-        output.fail(kvxfer_error(error, exit_codes.HANDOFF_FAILED))
+        output.fail(kvxfer_error(error, _status_of(error)))
     except (KeyboardInterrupt, typer.Abort):
         output.fail(CliError("interrupted", status=exit_codes.INTERRUPTED, kind="Interrupted"))
     except Exception as error:
@@ -69,6 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         output.fail(usage)
     sys.exit(status if isinstance(status, int) else exit_codes.OK)
+
+
+def _status_of(error: KvxferError) -> int:
+    if isinstance(error, GeometryError):
+        return exit_codes.USAGE
+    if isinstance(error, (CapacityError, ConfigurationError, InsecureEndpoint)):
+        return exit_codes.ENVIRONMENT
+    return exit_codes.HANDOFF_FAILED
 
 
 def _usage_error(error: Any) -> CliError | None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvxfer.cli import exit_codes
 from kvxfer.cli.output import CliError, Output, json_wanted
-from kvxfer.errors import CapacityError, GeometryError, KvxferError
+from kvxfer.errors import CapacityError, ConfigurationError, GeometryError, KvxferError
 
 if TYPE_CHECKING:
     from kvxfer.bench.options import BenchOptions
@@ -100,12 +100,13 @@ def _run(
                     options, listen, keys=keys, insecure=insecure, advance=advance,
                     listening=lambda address: output.note(f"listening on {address}"),
                 )  # fmt: skip
-            except OSError as error:
+            except ConfigurationError as error:
                 raise CliError(
-                    f"cannot listen on {listen}: {error.strerror or error}",
+                    str(error),
                     status=exit_codes.ENVIRONMENT,
-                    kind="OSError",
+                    kind=type(error).__name__,
                     hint="Another process may hold the port; port 0 takes a free one.",
+                    **error.details,
                 ) from error
             return None
         if role == "decode":

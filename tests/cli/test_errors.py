@@ -57,11 +57,12 @@ def test_a_busy_port_is_named(kvxfer):
         outcome = kvxfer("bench", "--role", "prefill", "--listen", address, "--pages", "1", "--json")
     assert outcome.status == exit_codes.ENVIRONMENT
     assert address in outcome.document["error"]["message"]
+    assert "port" in outcome.document["error"]["hint"]
 
 
 def test_listening_beyond_loopback_without_keys_is_refused(kvxfer):
     outcome = kvxfer("bench", "--role", "prefill", "--listen", "0.0.0.0:0", "--pages", "1", "--json")
-    assert outcome.status == exit_codes.HANDOFF_FAILED
+    assert outcome.status == exit_codes.ENVIRONMENT
     assert outcome.document["error"]["kind"] == "InsecureEndpoint"
 
 
