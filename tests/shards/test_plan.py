@@ -205,3 +205,10 @@ def test_the_plan_depends_on_nothing_but_its_arguments() -> None:
     arguments = kv(0, 4, 4), [kv(0, 4, 4), kv(0, 2, 4), kv(2, 4, 4)]
     first, second = plan(*arguments), plan(*arguments)
     assert [leg.tobytes() for leg in first] == [leg.tobytes() for leg in second]
+
+
+def test_an_incompatible_rank_is_refused_before_anything_is_planned() -> None:
+    other_axis = kv(0, 4, 4, heads_axis=1)
+    with pytest.raises(IncompatiblePool) as caught:
+        plan(kv(0, 4, 4), [kv(0, 4, 4), other_axis])
+    assert caught.value.details["field"] == "unit_bytes"
