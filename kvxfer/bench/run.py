@@ -105,7 +105,7 @@ class BenchResult:
 
 
 def stages_ms(rounds: Sequence[Round]) -> dict[str, float]:
-    """Medians of the stages of a handoff: ``reserve``, the call until RESERVE has left; ``wire``, from there to the last
+    """Medians of a handoff's stages: ``reserve``, the call until RESERVE has left; ``wire``, from there to the last
     record; ``verify``, from there to READY. ``post`` is prefill's time in write and commit, within ``wire``."""
     stages = {
         "reserve": [one.reserve_s for one in rounds],
