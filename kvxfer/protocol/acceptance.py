@@ -75,6 +75,9 @@ def accept(offer: Offer, legs: Sequence[LegEvidence]) -> Accepted:
     findings = [finding for clause in CLAUSES for leg in legs for finding in clause(offer, leg)]
     if not legs:
         findings.append(Finding("record", "a reservation without legs proves nothing", -1))
+    if not findings:
+        # Folds over pages that are not there differ anyway, and would only blur which pages those are.
+        findings = [finding for leg in legs for finding in digests_match(offer, leg)]
     if findings:
         raise refusal(offer, findings)
     aux = next((record.aux for leg in legs for record in leg.records.values() if record.aux is not None), b"")
@@ -199,7 +202,6 @@ CLAUSES: tuple[Callable[[Offer, LegEvidence], Iterator[Finding]], ...] = (
     token_ranges_are_equal,
     records_cover_every_chunk_once,
     what_was_posted_has_landed,
-    digests_match,
 )
 
 

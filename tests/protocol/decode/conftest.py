@@ -22,6 +22,7 @@ from kvxfer.protocol.record import build
 TOKENS_PER_PAGE = 16
 PAGE_BYTES = 256
 A = TypeVar("A")
+U64 = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def geometry(pages: int = 64, layers: int = 2, groups: Sequence[str] = ("kv",)) -> PoolGeometry:
@@ -48,7 +49,7 @@ def plan_by_layer(decode: PoolGeometry, prefills: Sequence[PoolGeometry]) -> lis
 
 
 class Wire:
-    """What one leg's lanes have carried: the receiver's tables and the sender's, kept apart so that tests can part them."""
+    """What one leg's lanes have carried: the receiver's tables and the sender's, apart so that tests can part them."""
 
     def __init__(self, spec: act.LegSpec, layout: LegLayout) -> None:
         self.spec = spec
@@ -72,7 +73,7 @@ class Wire:
 
 
 class World:
-    """Drives one core. ``held`` names actions whose answers the test gives itself: Revoke, Fence, Verify, ConnectLanes."""
+    """Drives one core. ``held`` names the actions that the test answers itself: Revoke, Fence, Verify, ConnectLanes."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class World:
         wanted = np.array(list(range(len(pool_pages)) if logical is None else logical), np.uint64)
         end = len(pool_pages) * TOKENS_PER_PAGE if tokens is None else tokens
         n_tokens = end - (first_token or 0)
-        request = {g: (wanted, pool_pages, first_token, n_tokens) for g in range(len(self.pool.groups))}
+        request = dict.fromkeys(range(len(self.pool.groups)), (wanted, pool_pages, first_token, n_tokens))
         reservation, actions = self.core.reserve(
             self.now, request_id=request_id, pages=request, prefill=prefill, timeout_s=timeout_s, **more
         )
@@ -170,7 +171,7 @@ class World:
     def wire(self, reservation: int, leg: int = 0) -> Wire:
         return next(w for (_, r, number), w in self.wires.items() if (r, number) == (reservation, leg))
 
-    # ---- what prefill and the lanes do ---------------------------------------------------------------------------------
+    # ---- what prefill and the lanes do -------------------------------------------------------------------------------
 
     def say(
         self, session: int, message: msg.Message, *, epoch: bytes | None = None, sequence: int | None = None
@@ -193,7 +194,13 @@ class World:
                 wire.landed_content[chunk] = wire.sent_content[chunk]
 
     def record_bytes(
-        self, reservation: int, leg: int = 0, lane: int = 0, tokens: int | None = None, **changed: Any
+        self,
+        reservation: int,
+        leg: int = 0,
+        lane: int = 0,
+        tokens: int | None = None,
+        changed: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> bytes:
         """The record prefill would put on this lane, with fields changed as the test likes."""
         wire = self.wire(reservation, leg)
@@ -218,7 +225,7 @@ class World:
             "folds": wire.folds(wire.sent_content, posted) if first and digest else None,
             "aux": b"aux of " + str(reservation).encode() if leg == 0 and first else None,
         }
-        return build(**(fields | changed))
+        return build(**(fields | dict(changed or {}) | more))
 
     def deliver(
         self, reservation: int, data: bytes, leg: int = 0, lane: int = 0, generation: int | None = None
@@ -272,7 +279,7 @@ class World:
             )
         return found
 
-    # ---- carrying out --------------------------------------------------------------------------------------------------
+    # ---- carrying out ------------------------------------------------------------------------------------------------
 
     def carry_out(self, actions: Sequence[act.Action]) -> None:
         queue = list(actions)
