@@ -23,11 +23,11 @@ struct FrameHeader {
   std::uint64_t sequence;  // per lane and direction, from 0, without gaps
   std::uint64_t reservation;
   std::uint32_t leg;
-  std::uint32_t group;      // decode's group index
-  std::uint32_t slice;      // ordinal of the slice among the leg's slices of this group, not its shard unit
-  std::uint32_t n_pages;    // length of the run
-  std::uint64_t page_first; // index of the run's first page in the reservation's page list of the group
-  std::uint64_t body_bytes; // bytes that follow the header
+  std::uint32_t group;       // decode's group index
+  std::uint32_t slice;       // ordinal of the slice among the leg's slices of this group, not its shard unit
+  std::uint32_t n_pages;     // length of the run
+  std::uint64_t page_first;  // index of the run's first page in the reservation's page list of the group
+  std::uint64_t body_bytes;  // bytes that follow the header
 };
 static_assert(sizeof(FrameHeader) == 64);
 
