@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
-#include <shared_mutex>
 
 namespace kvxfer {
 namespace {
@@ -39,6 +37,12 @@ void LocalReader::Cursor::advance(std::uint64_t n) noexcept {
   ++index_;
 }
 
+void LocalReader::Cursor::prefetch_next() const noexcept {
+  if (runs_ != 1 || index_ + 1 >= pages_.size()) return;
+  const std::uint64_t next = region_.address + pages_[index_ + 1] * region_.page_stride + slice_.src_offset;
+  digest::prefetch(reinterpret_cast<const void*>(next), static_cast<std::size_t>(run_bytes_));
+}
+
 LocalReader::Outcome LocalReader::copy(LegIn& leg, const WritePlan& plan, std::span<const std::uint64_t> source_pages,
                                        std::string& why) {
   const Slice& slice = *plan.slice;
@@ -69,15 +73,15 @@ LocalReader::Outcome LocalReader::copy(LegIn& leg, const WritePlan& plan, std::s
 
 bool LocalReader::copy_mapped(LegIn& leg, ChunkPlacer& placer, Cursor& cursor) {
   while (!placer.done()) {
-    const std::shared_lock lock(leg.gate());
+    const GateHold hold(leg);
     for (std::size_t total = 0; total < kPieceBytes && !placer.done();) {
       if (!go_on(leg)) return false;
       auto n = static_cast<std::size_t>(std::min<std::uint64_t>(cursor.left_in_run(), kPieceBytes));
+      cursor.prefetch_next();
       n = placer.place(reinterpret_cast<const std::uint8_t*>(cursor.address()), n);
       cursor.advance(n);
       total += n;
     }
-    order_stores();
   }
   return true;
 }
@@ -101,12 +105,11 @@ LocalReader::Outcome LocalReader::copy_gathered(LegIn& leg, ChunkPlacer& placer,
       cursor.advance(n);
     }
     if (!mapped && !source_.read(runs_, stage_.get(), filled, why)) return Outcome::kSource;
-    const std::shared_lock lock(leg.gate());
+    const GateHold hold(leg);
     for (std::size_t at = 0; at < filled;) {
       if (!go_on(leg)) return Outcome::kDead;
       at += placer.place(stage_.get() + at, filled - at);
     }
-    order_stores();
   }
   return Outcome::kCopied;
 }

@@ -45,6 +45,7 @@ class LocalReader {
     std::uint64_t run_bytes() const noexcept { return run_bytes_; }
     bool whole_chunks() const noexcept { return runs_ == 1; }
     void advance(std::uint64_t n) noexcept;
+    void prefetch_next() const noexcept;  // of mapped memory: where the next chunk begins
 
    private:
     const PeerMemory::Region& region_;

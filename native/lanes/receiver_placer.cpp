@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lanes/receiver_copy.hpp"
+
 namespace kvxfer {
 namespace {
 
@@ -24,13 +26,13 @@ std::size_t ChunkPlacer::place(const std::uint8_t* data, std::size_t n) noexcept
   } else {
     std::uint8_t* to = plan_.destination(index_) + at_;
     if (!verify_) {
-      std::memcpy(to, data, n);
+      copy_streaming(to, data, n);
     } else if (n == plan_.chunk_bytes) {
-      leg_.set_content(plan_.ordinal(index_), digest::copy_xxh3_64(to, data, n));
+      leg_.set_content(plan_.ordinal(index_), digest::copy_xxh3_64_unfenced(to, data, n));
       ++index_;
       return n;
     } else {
-      hasher_.copy_update(to, data, n);
+      hasher_.copy_update_unfenced(to, data, n);
     }
   }
   advance(n);
@@ -53,7 +55,7 @@ void ChunkPlacer::scatter(const std::uint8_t* data, std::size_t n) noexcept {
     const auto take = static_cast<std::size_t>(std::min<std::uint64_t>(n, slice.run_bytes - inside));
     std::uint8_t* to = page + run * slice.dst_stride + inside;
     if (fused) {
-      hasher_.copy_update(to, data, take);
+      hasher_.copy_update_unfenced(to, data, take);
     } else {
       std::memcpy(to, data, take);
     }

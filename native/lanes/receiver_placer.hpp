@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <shared_mutex>
 #include <span>
 
 #include "digest/xxh3.hpp"
@@ -45,11 +46,16 @@ class ChunkPlacer {
   digest::Hasher hasher_;
 };
 
-// Streaming stores are weakly ordered: nobody may be told of the bytes before this.
-inline void order_stores() noexcept {
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();
-#endif
-}
+// Holds a leg's gate while bytes are placed. Streaming stores are weakly ordered: they are fenced before it lets go.
+class GateHold {
+ public:
+  explicit GateHold(LegIn& leg) : lock_(leg.gate()) {}
+  ~GateHold() { digest::store_fence(); }
+  GateHold(const GateHold&) = delete;
+  GateHold& operator=(const GateHold&) = delete;
+
+ private:
+  std::shared_lock<std::shared_mutex> lock_;
+};
 
 }  // namespace kvxfer

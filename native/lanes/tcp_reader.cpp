@@ -1,8 +1,6 @@
 #include "lanes/tcp_reader.hpp"
 
 #include <algorithm>
-#include <mutex>
-#include <shared_mutex>
 
 #include "lanes/receiver_placer.hpp"
 
@@ -17,7 +15,7 @@ constexpr std::uint64_t kDirectBytes = 64u << 10;
 
 // One recv into the page itself. `got` is 0 where the leg is dead or nothing is there yet.
 Status receive_into_page(ReceiverInput& input, LegIn& leg, ChunkPlacer& placer, std::size_t& got) {
-  const std::shared_lock lock(leg.gate());
+  const GateHold hold(leg);
   got = 0;
   if (!leg.live()) return Status::kOk;
   const auto rest = placer.rest();
@@ -28,7 +26,7 @@ Status receive_into_page(ReceiverInput& input, LegIn& leg, ChunkPlacer& placer, 
 
 // Places what is buffered, except for a cut that would leave the digest's fast path. Returns how much that was.
 std::size_t place_buffered(ReceiverInput& input, LegIn& leg, ChunkPlacer& placer) {
-  const std::shared_lock lock(leg.gate());
+  const GateHold hold(leg);
   std::size_t total = 0;
   while (!placer.done() && leg.live()) {
     const auto have = input.buffered();
@@ -39,7 +37,6 @@ std::size_t place_buffered(ReceiverInput& input, LegIn& leg, ChunkPlacer& placer
     input.consume(n);
     total += n;
   }
-  order_stores();
   return total;
 }
 
