@@ -74,7 +74,8 @@ class Grant:
         Args:
             pages: by group; ``Pages.pool`` are pages of this pool. A page is written once in each layer, when it is
             final.
-            layers: names or indices of the regions that are written now; None: all regions of each group.
+            layers: what is written now, as ``PagePool.regions_of`` takes it: a layer's name or number (all regions of
+            that layer), or one region's own name; None: all regions of each group.
             after: None (the bytes are there), or an object with ``synchronize()`` such as a CUDA event: the call
             returns at
                 once, and the write happens after it.
@@ -156,6 +157,10 @@ Batch = tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[n
 """What one native write takes: group, logical pages, pool pages, regions."""
 
 
+PlanEntry = tuple[Grant, list[tuple[int, Mapping[str | int | None, npt.NDArray[np.uint32]], Pages]]]
+"""One request of a plan: by group its index, its regions by layer, and the pages."""
+
+
 @final
 class Plan:
     """The writes of a whole batch of requests, prepared once and carried out layer by layer. Made by
@@ -163,17 +168,17 @@ class Plan:
 
     __slots__ = ("_endpoint", "_entries", "_lock", "_written")
 
-    def __init__(self, endpoint: PrefillEndpoint, entries: Sequence[tuple[Grant, Mapping[str, Pages]]]) -> None:
+    def __init__(self, endpoint: PrefillEndpoint, entries: Sequence[PlanEntry]) -> None:
         self._endpoint = endpoint
-        self._entries = [(grant, dict(pages)) for grant, pages in entries]
+        self._entries = entries
         self._lock = threading.Lock()
         self._written: set[str | int] = set()
 
     def write(self, layer: str | int, *, after: Any = None, progress: bool = False) -> None:
-        """Writes one layer of every request of the plan; see ``Grant.write``. A grant that has ended meanwhile is
-        passed over: its
-        own event says so, and the others go on. Raises DuplicateWrite where the layer was written before,
-        GeometryError where no group has it.
+        """Writes one layer of every request of the plan, named as for ``Grant.write``.
+
+        A grant that has ended meanwhile is passed over: its own event says so, and the others go on. Raises
+        DuplicateWrite where the layer was written before, GeometryError where no group has it, Closed.
         """
         with self._lock:
             if layer in self._written:

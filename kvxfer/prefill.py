@@ -15,9 +15,9 @@ from kvxfer.errors import (
     KvxferError,
     PagesQuarantined,
 )
-from kvxfer.grant import _MAKE, Batch, Grant, Layers, Plan
+from kvxfer.grant import _MAKE, Batch, Grant, Layers, Plan, PlanEntry
 from kvxfer.pages import Pages
-from kvxfer.prefill_executor import PrefillExecutor
+from kvxfer.prefill_executor import PrefillExecutor, RegionsByLayer
 from kvxfer.protocol.actions import Notify
 from kvxfer.record_bounds import MAX_AUX_BYTES
 
@@ -69,11 +69,18 @@ class PrefillEndpoint(PrefillExecutor):
             self._rearm()
 
     def plan(self, entries: Sequence[tuple[Grant, Mapping[str, Pages]]]) -> Plan:
-        """Prepares the writes of a batch: then ``plan.write(layer)`` is one call a layer. Raises GeometryError."""
+        """Prepares the writes of a batch: then ``plan.write(layer)`` is one call a layer.
+
+        Raises GeometryError, Closed.
+        """
         self._check_open()
+        prepared: list[PlanEntry] = []
         for grant, pages in entries:
-            self._batches(grant.request_id, pages, None)
-        return Plan(self, entries)
+            if grant._endpoint is not self:
+                raise GeometryError("a plan takes grants of its own endpoint only", request_id=grant.request_id)
+            checked = [(self._check_pages(grant.request_id, name, given), given) for name, given in pages.items()]
+            prepared.append((grant, [(group, by_layer, given) for (group, by_layer), given in checked]))
+        return Plan(self, prepared)
 
     def close(self, timeout_s: float = DEFAULT_CLOSE_TIMEOUT_S) -> None:
         """Aborts every grant, destroys every lane and waits until no source is read; idempotent.
@@ -100,35 +107,41 @@ class PrefillEndpoint(PrefillExecutor):
     # ---- for Grant and Plan ------------------------------------------------------------------------------------------
 
     def _batches(self, request_id: str, pages: Mapping[str, Pages], layers: Layers) -> list[Batch]:
-        wanted = None if layers is None else {layers} if isinstance(layers, (str, int)) else set(layers)
+        """What one write call is in the core's words. Raises GeometryError."""
+        wanted = None if layers is None else (layers,) if isinstance(layers, (str, int)) else tuple(layers)
         batches: list[Batch] = []
+        unknown = set(wanted or ())
         for name, given in pages.items():
-            regions_by_layer = self._regions.get(name)
-            if regions_by_layer is None:
-                raise GeometryError(
-                    f"the pool has no group {name!r}; it has {sorted(self._regions)}", request_id=request_id
-                )
-            if not isinstance(given, Pages):
-                raise GeometryError(f"pages of group {name!r} must be given as kvxfer.Pages", request_id=request_id)
-            group, by_layer, n_regions, n_pages = regions_by_layer
+            group, by_layer = self._check_pages(request_id, name, given)
             if wanted is None:
-                regions = np.arange(n_regions, dtype=np.uint32)
+                regions = by_layer[None]
             else:
-                found = {region for layer in wanted for region in by_layer.get(layer, ())}
-                regions = np.array(sorted(found), np.uint32)
-            if len(given.pool) and int(given.pool.max()) >= n_pages:
-                raise GeometryError(
-                    f"page {int(given.pool.max())} lies outside group {name!r}", request_id=request_id, pages=n_pages
-                )
-            if len(regions) and len(given.logical):
+                found = [by_layer[layer] for layer in wanted if layer in by_layer]
+                unknown.difference_update(by_layer)
+                if not found:
+                    continue
+                regions = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
+            if len(given.logical):
                 batches.append((group, given.logical, given.pool, regions))
-        if wanted is not None:
-            known = {layer for name in pages for layer in self._regions[name][1]}
-            if unknown := wanted - known:
-                raise GeometryError(
-                    f"no group given here has layers {sorted(map(str, unknown))}", request_id=request_id
-                )
+        if unknown:
+            raise GeometryError(f"no group given here has layers {sorted(map(repr, unknown))}", request_id=request_id)
         return batches
+
+    def _check_pages(self, request_id: str, name: str, given: Pages) -> tuple[int, RegionsByLayer]:
+        """Index of the group and its regions by layer. Raises GeometryError."""
+        known = self._regions.get(name)
+        if known is None:
+            raise GeometryError(
+                f"the pool has no group {name!r}; it has {sorted(self._regions)}", request_id=request_id
+            )
+        if not isinstance(given, Pages):
+            raise GeometryError(f"pages of group {name!r} must be given as kvxfer.Pages", request_id=request_id)
+        group, by_layer, n_pages = known
+        if len(given.pool) and int(given.pool.max()) >= n_pages:
+            raise GeometryError(
+                f"page {int(given.pool.max())} lies outside group {name!r}", request_id=request_id, pages=n_pages
+            )
+        return group, by_layer
 
     def _write_now(self, grant: Grant, batches: Sequence[Batch], progress: bool) -> None:
         with self._lock:
@@ -151,14 +164,13 @@ class PrefillEndpoint(PrefillExecutor):
                     f"nothing more can be written to this grant: {cause}", request_id=grant.request_id
                 ) from None
 
-    def _write_plan(
-        self, entries: Sequence[tuple[Grant, Mapping[str, Pages]]], layer: str | int, after: Any, progress: bool
-    ) -> None:
-        prepared = []
-        for grant, pages in entries:
-            with_layer = {name: given for name, given in pages.items() if layer in self._regions[name][1]}
-            if with_layer:
-                prepared.append((grant, self._batches(grant.request_id, with_layer, layer)))
+    def _write_plan(self, entries: Sequence[PlanEntry], layer: str | int, after: Any, progress: bool) -> None:
+        prepared: list[tuple[Grant, list[Batch]]] = []
+        for grant, groups in entries:
+            having = [(group, by_layer[layer], given) for group, by_layer, given in groups if layer in by_layer]
+            if having:
+                batches = [(group, g.logical, g.pool, regions) for group, regions, g in having if len(g.logical)]
+                prepared.append((grant, batches))
         if entries and not prepared:
             raise GeometryError(f"no group of this plan has layer {layer!r}")
         if after is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvxfer import _native, hosts
 from kvxfer.compatibility import compatible
@@ -36,6 +37,9 @@ from kvxfer.protocol.prefill_config import PrefillConfig
 
 DEFAULT_LOCAL_LANES = 1
 DEFAULT_TCP_LANES = 2
+
+RegionsByLayer = dict[str | int | None, npt.NDArray[np.uint32]]
+"""Region indices of one group, ascending, by layer name, region name and layer number; None: all of them."""
 
 
 class PrefillExecutor(Endpoint):
@@ -67,7 +71,7 @@ class PrefillExecutor(Endpoint):
         self._worker: threading.Thread | None = None
         self._next_tick: float | None = None
         self._regions = {
-            group.name: (index, _regions_by_layer(group.regions), len(group.regions), group.n_pages)
+            group.name: (index, _regions_by_layer(pool, index), group.n_pages)
             for index, group in enumerate(pool.geometry.groups)
         }
         self._incarnation = os.urandom(8)
@@ -409,10 +413,15 @@ class PrefillExecutor(Endpoint):
         self._events.close()
 
 
-def _regions_by_layer(regions: Sequence[Any]) -> dict[str | int, tuple[int, ...]]:
-    """Region indices by layer name, and by index."""
-    found: defaultdict[str | int, tuple[int, ...]] = defaultdict(tuple)
+def _regions_by_layer(pool: PagePool, group: int) -> RegionsByLayer:
+    """Says what ``PagePool.regions_of`` says, without a search at each write."""
+    regions = pool.geometry.groups[group].regions
+    indices: defaultdict[str | int | None, list[int]] = defaultdict(list)
+    for index, layer in enumerate(pool.groups[group].layer_of):
+        indices[layer].append(index)
     for index, region in enumerate(regions):
-        found[region.layer] += (index,)
-        found[index] += (index,)
-    return dict(found)
+        indices.setdefault(region.layer, [index])  # after the layers: their names come first
+    for number, layer in enumerate(pool.layers_of(group)):
+        indices[number] = indices[layer]
+    indices[None] = list(range(len(regions)))
+    return {name: np.array(found, np.uint32) for name, found in indices.items()}
