@@ -32,15 +32,19 @@ ReceiverInput::Status ReceiverInput::more() {
     begin_ = 0;
   }
   while (true) {
-    std::size_t got = 0;
-    const Status status = recv_into(buffer_ + end_, kBufferBytes - end_, got);
-    if (status == Status::kOk) {
-      end_ += got;
-      return status;
+    if (stopped()) return Status::kStopped;
+    const ssize_t got = recv(socket_, buffer_ + end_, kBufferBytes - end_, MSG_DONTWAIT);
+    if (got > 0) {
+      end_ += static_cast<std::size_t>(got);
+      return Status::kOk;
     }
-    if (status != Status::kWouldBlock) return status;
-    const Status waited = wait_readable();
-    if (waited != Status::kOk) return waited;
+    if (got == 0) return Status::kEof;
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      const Status waited = wait(POLLIN, -1);
+      if (waited != Status::kOk) return waited;
+    } else if (errno != EINTR) {
+      return fail("recv", errno);
+    }
   }
 }
 
@@ -69,20 +73,6 @@ ReceiverInput::Status ReceiverInput::skip(std::uint64_t n) {
   }
 }
 
-ReceiverInput::Status ReceiverInput::recv_into(void* to, std::size_t n, std::size_t& got) {
-  while (true) {
-    if (stopped()) return Status::kStopped;
-    const ssize_t r = recv(socket_, to, n, MSG_DONTWAIT);
-    if (r > 0) {
-      got = static_cast<std::size_t>(r);
-      return Status::kOk;
-    }
-    if (r == 0) return Status::kEof;
-    if (errno == EAGAIN || errno == EWOULDBLOCK) return Status::kWouldBlock;
-    if (errno != EINTR) return fail("recv", errno);
-  }
-}
-
 ReceiverInput::Status ReceiverInput::send(const void* data, std::size_t n, int timeout_ms) {
   const auto* at = static_cast<const std::uint8_t*>(data);
   while (n > 0) {
@@ -92,7 +82,7 @@ ReceiverInput::Status ReceiverInput::send(const void* data, std::size_t n, int t
       at += r;
       n -= static_cast<std::size_t>(r);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      const Status waited = wait(true, timeout_ms);
+      const Status waited = wait(POLLOUT, timeout_ms);
       if (waited != Status::kOk) return waited;
     } else if (errno != EINTR) {
       return fail("send", errno);
@@ -101,8 +91,7 @@ ReceiverInput::Status ReceiverInput::send(const void* data, std::size_t n, int t
   return Status::kOk;
 }
 
-ReceiverInput::Status ReceiverInput::wait(bool writable, int timeout_ms) {
-  const short events = writable ? POLLOUT : POLLIN;
+ReceiverInput::Status ReceiverInput::wait(short events, int timeout_ms) {
   while (true) {
     if (stopped()) return Status::kStopped;
     pollfd fds[2] = {{socket_, events, 0}, {wake_, POLLIN, 0}};

@@ -14,7 +14,6 @@ class ReceiverInput {
  public:
   enum class Status {
     kOk,
-    kWouldBlock,
     kStopped,  // the lane was told to end
     kEof,
     kFailed,  // error() says why
@@ -32,10 +31,6 @@ class ReceiverInput {
   Status read(void* to, std::size_t n);
   // Takes n bytes and forgets them.
   Status skip(std::uint64_t n);
-  // One non-blocking recv past the buffer, which must be empty. kOk: got > 0.
-  Status recv_into(void* to, std::size_t n, std::size_t& got);
-  // Until the socket has something to read, or to say.
-  Status wait_readable() { return wait(false); }
   // Sends all of it; gives up (kFailed) when the peer takes nothing for timeout_ms.
   Status send(const void* data, std::size_t n, int timeout_ms);
 
@@ -43,7 +38,7 @@ class ReceiverInput {
   const std::string& error() const noexcept { return error_; }
 
  private:
-  Status wait(bool writable, int timeout_ms = -1);
+  Status wait(short events, int timeout_ms);  // negative: without end
   Status fail(const char* call, int error);
 
   const int socket_;

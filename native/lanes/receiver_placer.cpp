@@ -39,11 +39,6 @@ std::size_t ChunkPlacer::place(const std::uint8_t* data, std::size_t n) noexcept
   return n;
 }
 
-void ChunkPlacer::placed_in_rest(std::size_t n) noexcept {
-  if (verify_) hasher_.update(plan_.destination(index_) + at_, n);
-  advance(n);
-}
-
 void ChunkPlacer::scatter(const std::uint8_t* data, std::size_t n) noexcept {
   const Slice& slice = *plan_.slice;
   const bool fused = verify_ && slice.run_bytes >= kFusedRunBytes;

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <shared_mutex>
-#include <span>
 
 #include "digest/xxh3.hpp"
 #include "lanes/leg_in.hpp"
@@ -21,17 +20,9 @@ class ChunkPlacer {
 
   bool done() const noexcept { return index_ == plan_.n_pages; }
   std::uint64_t left_in_chunk() const noexcept { return plan_.chunk_bytes - at_; }
-  bool contiguous() const noexcept { return contiguous_; }
 
   // Places bytes up to the end of the current chunk; returns how many.
   std::size_t place(const std::uint8_t* data, std::size_t n) noexcept;
-
-  // For a reader that puts bytes into the page by itself (contiguous() only): where the rest of the chunk goes, and
-  // that the next n bytes lie there.
-  std::span<std::uint8_t> rest() const noexcept {
-    return {plan_.destination(index_) + at_, static_cast<std::size_t>(left_in_chunk())};
-  }
-  void placed_in_rest(std::size_t n) noexcept;
 
  private:
   void scatter(const std::uint8_t* data, std::size_t n) noexcept;
