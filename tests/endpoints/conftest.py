@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from kvxfer import DecodeEndpoint, Grant, GroupSpec, Handoff, PageGroup, PagePool, Pages, PrefillEndpoint, Ready
+from kvxfer.pool import page_rows
 
 TOKENS_PER_PAGE = 16
 LAYERS = 2
@@ -229,6 +230,45 @@ def decode(lane: str, target: Side) -> Iterator[DecodeEndpoint]:
     endpoint = DecodeEndpoint(target.pool, lane_kinds=("tcp" if lane == "tcp" else "local",))
     yield endpoint
     endpoint.close()
+
+
+class Ends:
+    """Endpoints over pools of the test's own, any number on each side; closed when the test ends."""
+
+    def __init__(self, lane: str) -> None:
+        self._kinds = ("tcp" if lane == "tcp" else "local",)
+        self._prefills: list[PrefillEndpoint] = []
+        self._decodes: list[DecodeEndpoint] = []
+
+    def prefill(self, pool: PagePool, **config: Any) -> PrefillEndpoint:
+        self._prefills.append(PrefillEndpoint(pool, **{"bind": "127.0.0.1:0", **config}))
+        return self._prefills[-1]
+
+    def decode(self, pool: PagePool, **config: Any) -> DecodeEndpoint:
+        self._decodes.append(DecodeEndpoint(pool, **{"lane_kinds": self._kinds, **config}))
+        return self._decodes[-1]
+
+    @staticmethod
+    def fill(pool: PagePool, seed: int) -> PagePool:
+        """Random bytes in every page; returns the pool."""
+        random = np.random.default_rng(seed)
+        for index, group in enumerate(pool.geometry.groups):
+            for region in range(len(group.regions)):
+                rows = page_rows(pool, index, region)
+                rows[:] = random.integers(0, 256, rows.shape, np.uint8)
+        return pool
+
+    def close(self) -> None:
+        for endpoint in (*self._decodes, *self._prefills):
+            endpoint.close()
+
+
+@pytest.fixture
+def ends(lane: str) -> Iterator[Ends]:
+    """``ends.prefill(pool, ...)`` and ``ends.decode(pool, ...)``: endpoints over this test's lane."""
+    made = Ends(lane)
+    yield made
+    made.close()
 
 
 def until(reached: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
