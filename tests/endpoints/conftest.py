@@ -90,6 +90,11 @@ class Pair:
         grant.commit(n_tokens, aux)
         return grant
 
+    @staticmethod
+    def wait_offered(grant: Grant) -> None:
+        """Until a first reader has reserved."""
+        until(lambda: grant.first_token is not None)
+
     def hand_over(self, request_id: str, source: Sequence[int], target: Sequence[int], n_tokens: int) -> Ready:
         handoff = self.reserve(request_id, target, n_tokens)
         grant = self.send(request_id, source, n_tokens)
