@@ -90,7 +90,7 @@ void Receiver::fence() {
 
 std::shared_ptr<LegIn> Receiver::require(std::uint64_t reservation, std::uint32_t leg) const {
   auto in = legs_.find(reservation, leg);
-  if (!in) throw std::out_of_range(name(reservation, leg) + " is not open");
+  if (!in) throw Error(name(reservation, leg) + " is not open");
   return in;
 }
 

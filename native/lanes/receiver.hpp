@@ -38,7 +38,7 @@ class Receiver {
                 std::vector<LegPages> groups);
   // When it returns no further byte lands for the leg. Waits for one recv or one copy of at most 256 KiB a lane.
   void revoke(std::uint64_t reservation, std::uint32_t leg);
-  // Has an entry for each lane, also where nothing came. Throws std::out_of_range for an unknown leg.
+  // Has an entry for each lane, also where nothing came. Throws Error for an unknown leg.
   LegIn::Report report(std::uint64_t reservation, std::uint32_t leg);
   std::vector<std::uint64_t> digests(std::uint64_t reservation, std::uint32_t leg) const;
   void forget(std::uint64_t reservation, std::uint32_t leg);  // revokes first
