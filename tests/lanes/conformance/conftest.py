@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,10 +104,74 @@ class Completions:
         return found
 
 
+class Remote:
+    """A prefill process (``prefill_worker.py``) that can be paused and killed. It writes what ``start`` says."""
+
+    def __init__(self, kind: str, n_lanes: int, n_pages: int, page_bytes: int, regions: int) -> None:
+        arguments = [kind, str(n_lanes), str(n_pages), str(page_bytes), str(regions)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("prefill_worker.py")), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._heard = b""
+        hello = self._read()
+        self.epoch, self.secret = bytes.fromhex(hello["epoch"]), bytes.fromhex(hello["secret"])
+        self.offer = LaneOffer(*hello["offer"])
+
+    def start(self, leg: Leg, *, commit: bool = True, pause_s: float = 0.0) -> None:
+        """Attaches the leg, writes its pages 16 at a time with pauses between, and commits, in a thread over there."""
+        order = {
+            "reservation": leg.reservation,
+            "leg": leg.number,
+            "verify": leg.verify,
+            "lanes": leg.lanes,
+            "slices": leg.slices.hex(),
+            "first_token": leg.first_page * TOKENS_PER_PAGE,
+            "logical": leg.logical.tolist(),
+            "source": leg.source.tolist(),
+            "n_tokens": leg.end_token,
+            "commit": commit,
+            "pause_s": pause_s,
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def wait(self, event: str) -> None:
+        """Until that process says WRITTEN, LEG_DRAINED, LEG_FAILED or LANE_DOWN."""
+        while self._read()["event"] != event:
+            pass
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([fd], [], [], DEADLINE_S)
+            data = os.read(fd, 4096) if ready else b""
+            assert data, "the prefill process said nothing"
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
 class Rig:
     """Prefill's pool and decode's, ``regions`` regions each, joined by ``n_lanes`` lanes of ``kind``.
 
     ``hostile``: instead of a Sender the test holds prefill's ends (``wires``) and writes frames by hand.
+    ``deaf``: instead of a Receiver the test holds decode's ends (``ears``), and nobody reads them.
+    ``remote``: prefill is this process, made by ``remote_prefill`` with the same sizes.
     ``relay``: makes another offer of the real one, to put something in between.
     """
 
@@ -116,6 +184,8 @@ class Rig:
         page_bytes: int = 4096,
         regions: int = 2,
         hostile: bool = False,
+        deaf: bool = False,
+        remote: Remote | None = None,
         relay: Callable[[LaneOffer], LaneOffer] | None = None,
     ) -> None:
         self.kind = kind.partition("-")[0]
@@ -126,14 +196,16 @@ class Rig:
         self.source[:] = np.random.default_rng(7).integers(0, 256, self.source.shape, dtype=np.uint8)
         self.pool: U8 = np.full((regions, n_pages, page_bytes), CANARY, np.uint8)
         self.prefill, self.decode = Completions(), Completions()
-        self.epoch, self.secret = os.urandom(16), os.urandom(32)
+        self.epoch = remote.epoch if remote else os.urandom(16)
+        self.secret = remote.secret if remote else os.urandom(32)
         self.taken: list[LaneConnection] = []
         self.wires: dict[int, socket.socket] = {}
+        self.ears: list[socket.socket] = []
         self._sequences: dict[int, int] = {}
         self._source_map = _native.PoolMap(self._regions_of(self.source))
         self._pool_map = _native.PoolMap(self._regions_of(self.pool))
         self._table = _native.SharedMemory(4096, "kvxfer-test-table")
-        self.sender = None if hostile else _native.Sender(self.prefill.queue, self._source_map)
+        self.sender = None if hostile or remote else _native.Sender(self.prefill.queue, self._source_map)
         table_fd = self._table.fd if self.sender is None else self.sender.generation_table_fd
         if self.sender is not None:
             self.sender.open_session(SESSION, self.epoch, GENERATION, n_lanes)
@@ -147,7 +219,8 @@ class Rig:
         self.receiver = _native.Receiver(
             self.decode.queue, self._pool_map, SESSION, self.epoch, GENERATION, max_record_bytes=1 << 20
         )
-        self._connect(relay)
+        offer = remote.offer if remote else self._serve()
+        self._connect(relay(offer) if relay else offer, deaf)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -175,11 +248,14 @@ class Rig:
         wire.settimeout(DEADLINE_S)
         self.wires[lane.lane] = wire
 
-    def _connect(self, relay: Callable[[LaneOffer], LaneOffer] | None) -> None:
+    def _serve(self) -> LaneOffer:
         self.listener.serve(SESSION, self.epoch, GENERATION, self.secret, {self.kind: self.n_lanes})
         (offer,) = self.listener.offers({self.kind: self.n_lanes})
+        return offer
+
+    def _connect(self, offer: LaneOffer, deaf: bool) -> None:
         _, lanes, reasons = connect_lanes(
-            [relay(offer) if relay else offer],
+            [offer],
             (self.kind,),
             epoch=self.epoch,
             generation=GENERATION,
@@ -187,13 +263,18 @@ class Rig:
             timeout_s=DEADLINE_S,
         )
         assert reasons == {}
+        if deaf:
+            self.ears = [socket.socket(fileno=lane.detach()) for lane in lanes]
+            self.prefill.wait(_native.LANE_UP, self.n_lanes)
+            return
         for number, lane in enumerate(lanes):
             self.receiver.add_lane(number, self.kind, lane.detach(), lane.peer_memory)
         self.decode.wait(_native.LANE_UP, self.n_lanes)
         if self.sender is not None:
             self.prefill.wait(_native.LANE_UP, self.n_lanes)
         until = time.monotonic() + DEADLINE_S
-        while len(self.taken) < self.n_lanes and time.monotonic() < until:
+        while offer.addresses == self.listener.addresses(self.kind) and len(self.taken) < self.n_lanes:
+            assert time.monotonic() < until
             time.sleep(0.001)
 
     def close(self) -> None:
@@ -201,8 +282,8 @@ class Rig:
         self.listener.close()
         if self.sender is not None:
             self.sender.close()
-        for wire in self.wires.values():
-            wire.close()
+        for sock in (*self.wires.values(), *self.ears):
+            sock.close()
 
     # ---- offers and writes -------------------------------------------------------------------------------------------
 
@@ -372,6 +453,10 @@ class Rig:
         )
         return digest.folds(bound, 64 // TOKENS_PER_PAGE * self.regions)
 
+    def table_bytes(self) -> Any:
+        """The hostile prefill's generation table, writable: u64 slots."""
+        return (ctypes.c_uint8 * self._table.nbytes).from_address(self._table.ptr)
+
     def restart_numbers(self) -> None:
         """Frames are numbered from 0 again: those made so far are not going to be sent."""
         self._sequences.clear()
@@ -403,6 +488,23 @@ def make_rig(kind: str) -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in made:
         rig.close()
+
+
+@pytest.fixture
+def make_remote(kind: str, make_rig: Callable[..., Rig]) -> Iterator[Callable[..., tuple[Rig, Remote]]]:
+    """Makes rigs whose prefill is a process of its own."""
+    made: list[Remote] = []
+
+    def make(
+        *, n_lanes: int = 2, n_pages: int = 128, page_bytes: int = 1 << 16, regions: int = 2
+    ) -> tuple[Rig, Remote]:
+        made.append(Remote(kind, n_lanes, n_pages, page_bytes, regions))
+        sizes = {"n_lanes": n_lanes, "n_pages": n_pages, "page_bytes": page_bytes, "regions": regions}
+        return make_rig(remote=made[-1], **sizes), made[-1]
+
+    yield make
+    for remote in made:
+        remote.close()
 
 
 @pytest.fixture
