@@ -77,7 +77,7 @@ class Grants(Legs):
 
     def reject(self, out: list[Action], now: float, request_id: str, code: str, message: str, ttl_s: float) -> None:
         self.refusals.add(now, request_id, Refused(code, message, now + ttl_s))
-        cause = Refusal("rejected", message, code=code)
+        cause = Refusal("rejected", message, reason=code)
         for offer in list(self.offers.of(request_id).values()):
             self.drop_offer(offer)
             self.refuse(out, self._sessions[offer.session], offer.reserve, cause)
@@ -146,7 +146,7 @@ class Grants(Legs):
         """A RESERVE that passed every check of its own: attaches it or keeps it. Raises Refusal."""
         reserve = offer.reserve
         if (refused := self.refusals.get(now, reserve.request_id)) is not None:
-            raise Refusal("rejected", refused.message, code=refused.code)
+            raise Refusal("rejected", refused.message, reason=refused.code)
         if len(session.legs) + len(session.offers) >= self._config.max_legs:
             raise Refusal("busy", "too many live reservations in this session", most=self._config.max_legs)
         grant = self._by_request.get(reserve.request_id)

@@ -235,7 +235,7 @@ def test_rejected_request_is_refused_before_and_after_it_was_reserved(world: Any
     early, late = world.peer("early"), world.peer("late")
     early.reserve()
     world.run(world.core.reject(world.now, "r", "too_long", "prompt too long", 10.0))
-    assert (early.last().code, early.last().details) == ("rejected", {"code": "too_long"})
+    assert (early.last().code, early.last().details) == ("rejected", {"reason": "too_long"})
     assert rejected(late, late.reservation()).message == "prompt too long"
     with pytest.raises(Rejected):
         world.accept()
