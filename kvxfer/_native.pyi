@@ -136,6 +136,9 @@ class SourceGrant:
         """Highest logical page written in the group, or -1."""
     def skipped(self, reservation: int) -> int:
         """Chunks written that this reader had not reserved (prefix hits)."""
+    def end_writes(self) -> None:
+        """Ends writes in other threads; once it has returned, none reads a source. Legs and digests stay."""
+
     def close(self) -> None:
         """All legs must be drained or failed; no source is read after this returns."""
 

@@ -291,7 +291,7 @@ class PrefillExecutor(Endpoint):
             # Lanes have let go; a write that still digests in another thread must, too. The digests stay: decode may
             # yet
             # ask for them to name a chunk.
-            grant._source.end_writes() if hasattr(grant._source, "end_writes") else None
+            grant._source.end_writes()
 
     def _drop_grant(self, grant_id: int) -> None:
         """Its last event has been told: nothing about it is needed any more."""

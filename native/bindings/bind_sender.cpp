@@ -108,6 +108,7 @@ void bind_sender(nb::module_& m) {
       .def("written", &SourceGrant::written, release_gil())
       .def("highest_logical", &SourceGrant::highest_logical, nb::arg("group"), release_gil())
       .def("skipped", &SourceGrant::skipped, nb::arg("reservation"), release_gil())
+      .def("end_writes", &SourceGrant::end_writes, release_gil())
       .def("close", &SourceGrant::close, release_gil());
 
   nb::class_<Sender>(m, "Sender", "Prefill's ends of the lanes of all its sessions, one thread each.")

@@ -342,9 +342,13 @@ std::uint64_t SourceGrant::skipped(std::uint64_t reservation) const {
   return skipped;
 }
 
-void SourceGrant::close() {
+void SourceGrant::end_writes() {
   closing_.store(true, std::memory_order_relaxed);
   const std::lock_guard writing(write_mutex_);
+}
+
+void SourceGrant::close() {
+  end_writes();
   std::map<LegKey, Entry> legs;
   {
     const std::lock_guard lock(mutex_);

@@ -54,7 +54,9 @@ class SourceGrant {
   std::uint64_t written() const;
   std::int64_t highest_logical(std::uint32_t group) const;
   std::uint64_t skipped(std::uint64_t reservation) const;
-  // Ends writes in other threads and all legs; no source is read after it returns. Idempotent.
+  // Ends writes in other threads: once it has returned, none reads a source. Legs and digests stay. Idempotent.
+  void end_writes();
+  // The same, and ends all legs; no source is read after it returns. Idempotent.
   void close();
 
  private:

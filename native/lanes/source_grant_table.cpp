@@ -54,14 +54,14 @@ void SourceTable::check(std::uint32_t group, std::span<const std::uint64_t> logi
     if (logical[i] >= kMaxLogical) refuse(page_name(group, logical[i]) + " is beyond 2^32");
     const auto row = find(group, logical[i]);
     if (!row) continue;
-    if (groups_[group].pages[*row] != pages[i]) {
-      refuse(page_name(group, logical[i]) + " lies in source page " + std::to_string(groups_[group].pages[*row]) +
-             ", not " + std::to_string(pages[i]));
-    }
     for (const std::uint32_t region : regions) {
       if (written(group, region, *row)) {
         refuse_duplicate(page_name(group, logical[i]) + ", region " + std::to_string(region) + ", was written before");
       }
+    }
+    if (groups_[group].pages[*row] != pages[i]) {
+      refuse(page_name(group, logical[i]) + " lies in source page " + std::to_string(groups_[group].pages[*row]) +
+             ", not " + std::to_string(pages[i]));
     }
   }
 }
