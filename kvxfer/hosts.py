@@ -51,6 +51,7 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_address(text: str, *, default_port: int | None = None) -> Address:
     """Parses ``tcp://host:port``, ``host:port``, ``[::1]:port``, ``*:port`` and ``ipc://path``.
 
@@ -104,6 +105,7 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(address for _, address in addresses)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_loopback_ip(address: str) -> bool:
     """True for 127.0.0.0/8, ::1 and the mapped form of the former."""
     ip = ipaddress.ip_address(address)
@@ -113,7 +115,20 @@ def is_loopback_ip(address: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """True only if every address of ``host`` is a loopback address; a wildcard never is."""
-    return host not in WILDCARDS and all(is_loopback_ip(address) for address in resolve(host))
+    if host in WILDCARDS:
+        return False
+    if _is_literal(host):
+        return is_loopback_ip(host)
+    return all(is_loopback_ip(address) for address in resolve(host))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def outward_ip() -> str:

@@ -7,7 +7,7 @@ bytes. Every call costs time by the pages it names, never by the size of the poo
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -61,6 +61,15 @@ def _twice(array: U64) -> int | None:
     ordered = np.sort(array)
     same = ordered[1:] == ordered[:-1]
     return int(ordered[int(np.argmax(same))]) if same.any() else None
+
+
+def _tally(owners: U64) -> Iterable[tuple[int, int]]:
+    """Each owner and how often it occurs."""
+    first = int(owners[0])
+    if (owners == first).all():  # pages mostly come back as they were handed over
+        return [(first, len(owners))]
+    distinct, numbers = np.unique(owners, return_counts=True)
+    return zip(distinct.tolist(), numbers.tolist(), strict=True)
 
 
 def _as_pages(pages: Any) -> U64:
@@ -229,8 +238,8 @@ class PageLedger:
         if not n_ready:
             return
         self._counts[_READY] -= n_ready
-        owners, numbers = np.unique(self._owner[space][array[ready]], return_counts=True)
-        for former, number in zip(owners.tolist(), numbers.tolist(), strict=True):
+        owners = self._owner[space][array if n_ready == len(array) else array[ready]]
+        for former, number in _tally(owners):
             holding = self._held[former]
             holding.remaining -= number
             if holding.remaining == 0:
