@@ -29,7 +29,8 @@ class DecodeConfig:
         quarantine_low_fraction: pages run low when this part of the pool is quarantined.
         relane_backoff_s, relane_backoff_max_s: wait before lanes are connected again, doubled each time.
         relane_attempts: after so many failures in a row the waiting reservations are failed.
-        diagnosis_timeout_s: how long a refused handoff may wait for the digests that name the chunk.
+        diagnosis_timeout_s: how long a refused handoff may wait for the digests that name the chunk, and one whose
+            source was withdrawn for prefill's reason.
     """
 
     verify: str = "digest"

@@ -35,7 +35,7 @@ MAX_LEGS = 4096
 
 
 class DecodeCore(DecodeInbox):
-    """See the module. ``plan`` is ``shards.plan``, ``random(n)`` gives n unpredictable bytes, ``host`` names the kernel.
+    """See the module. ``plan`` is ``shards.plan``, ``random(n)`` gives n unpredictable bytes, ``host`` is this kernel.
 
     Raises CapacityError where the pool cannot hold ``config.max_context_tokens`` (S4).
     """
@@ -93,7 +93,7 @@ class DecodeCore(DecodeInbox):
         if not 0 < seconds < float("inf"):
             raise GeometryError("a deadline is extended by a positive number of seconds", reservation=reservation)
         found = self._reservations.get(reservation)
-        if found is not None and found.live:
+        if found is not None and found.live and found.withdrawn is None:
             found.deadline += seconds
             self._arm(found)
         return []

@@ -51,6 +51,9 @@ class DecodeEndings:
     # ---- S1 ----------------------------------------------------------------------------------------------------------
 
     def _all_records_are_in(self, now: float, reservation: Reservation, out: list[Action]) -> None:
+        if reservation.withdrawn is not None:
+            self._fail(now, reservation, reservation.withdrawn, out)
+            return
         reservation.state = states.VERIFYING
         out.append(Verify(reservation.id, tuple((leg.session.id, leg.index) for leg in reservation.legs)))
 
@@ -329,6 +332,8 @@ class DecodeEndings:
         self._arm(reservation)
 
     def _too_late(self, reservation: Reservation) -> KvxferError:
+        if reservation.withdrawn is not None:
+            return reservation.withdrawn
         waiting_for = {
             leg.session.peer: (
                 f"session {leg.session.state}, lanes {leg.session.lanes_state}"

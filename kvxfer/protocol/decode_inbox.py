@@ -129,7 +129,14 @@ class DecodeInbox(DecodeOffers):
                 cause=cause,
                 retryable=True,
             )
-            self._fail(now, named.reservation, error, out)
+            refused = named.reservation
+            if kind != "source" or refused.state != states.OFFERED:
+                self._fail(now, refused, error, out)
+            elif refused.withdrawn is None:
+                # Prefill lets go of sources when it ends a leg, and its reason is on the way by the slower path.
+                refused.withdrawn = error
+                refused.deadline = min(refused.deadline, now + self.config.diagnosis_timeout_s)
+                self._arm(refused)
         return out
 
     def _record_counts(self, now: float, leg: Leg, lane: int, record: Record, data: bytes, out: list[Action]) -> None:

@@ -102,7 +102,7 @@ class Reservation:
     __slots__ = (
         "deadline", "end_token", "error", "expected", "failed_at", "first_record_at", "groups", "id", "last_record_at",
         "legs", "landed_digests", "n_pages", "naming", "next_abort", "next_reserve", "offer", "offered_at", "outcome",
-        "rank", "readers", "request_id", "reserved_at", "sent_digests", "state",
+        "rank", "readers", "request_id", "reserved_at", "sent_digests", "state", "withdrawn",
     )  # fmt: skip
 
     def __init__(
@@ -134,6 +134,7 @@ class Reservation:
         self.error: KvxferError | None = None
         self.outcome: Outcome | None = None
         self.naming: Naming | None = None
+        self.withdrawn: VerificationFailed | None = None  # a source was let go in mid-copy: prefill should say why
         self.landed_digests: npt.NDArray[np.uint64] | None = None
         self.sent_digests: npt.NDArray[np.uint64] | None = None
         self.reserved_at = now

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.errors import VerificationFailed
+from kvxfer.errors import Aborted, Rejected, VerificationFailed
 from kvxfer.ledger import PageState
 from kvxfer.protocol import actions as act
 from kvxfer.protocol import messages as msg
@@ -92,10 +92,11 @@ def test_one_missing_region_of_one_page_is_refused(world: Any) -> None:
 def test_a_count_that_is_right_does_not_hide_a_chunk_posted_twice(world: Any) -> None:
     reservation = world.reserve([5, 6])
     world.write(reservation, chunks=[0, 1, 2], lane=0)
-    world.write(reservation, chunks=[2], lane=1)  # four posted, of which one twice
+    world.write(reservation, chunks=[0], lane=1)  # four posted, of which one twice
     world.commit(reservation)
     error = refused(world, reservation, "coverage")
-    assert error.details["logical_pages"] == {"kv": [1]}
+    assert error.details["chunks_missing"] == 1
+    assert error.details["logical_pages"] == {"kv": [0, 1]}
 
 
 def test_a_chunk_on_two_lanes_is_refused_even_if_nothing_is_missing(world: Any) -> None:
@@ -150,13 +151,56 @@ def test_a_violation_that_is_announced_refuses_at_once(world: Any) -> None:
     refused(world, reservation, "coverage")
 
 
+def source_taken_away(world: Any, reservation: int) -> None:
+    spec = world.wire(reservation).spec
+    cause = "source: slot has moved on"
+    world.carry_out(world.core.violation(world.now, spec.session, spec.generation, 0, reservation, 0, cause))
+
+
 def test_a_source_that_changed_under_the_copy_is_named_as_such(world: Any) -> None:
+    reservation = world.reserve([5])
+    source_taken_away(world, reservation)
+    world.core.extend(world.now, reservation, 60.0)
+    world.advance(1.0)
+    world.advance(world.core.config.diagnosis_timeout_s)
+    assert refused(world, reservation, "source").retryable
+
+
+def test_a_withdrawn_source_never_becomes_ready_whatever_records_follow(world: Any) -> None:
     reservation = world.reserve([5])
     spec = world.wire(reservation).spec
     world.carry_out(
         world.core.violation(world.now, spec.session, spec.generation, 0, reservation, 0, "source: slot has moved on")
     )
-    assert refused(world, reservation, "source").retryable
+    world.hand_over(reservation)
+    refused(world, reservation, "source")
+
+
+def test_prefills_reason_for_withdrawing_a_source_is_the_error(world: Any) -> None:
+    reservation = world.reserve([5])
+    spec = world.wire(reservation).spec
+    for lane in spec.lanes:
+        world.carry_out(
+            world.core.violation(world.now, spec.session, spec.generation, lane, reservation, 0, "source: let go")
+        )
+    world.carry_out(world.core.extend(world.now, reservation, 60))
+    world.say(spec.session, msg.Failed(reservation, 0, -1, spec.generation, "rejected", "too long"))
+    assert isinstance(world.error(reservation), Rejected)
+
+
+def test_a_leg_whose_source_changed_is_refused_even_if_everything_else_arrives(world: Any) -> None:
+    reservation = world.reserve([5])
+    source_taken_away(world, reservation)
+    world.hand_over(reservation)
+    refused(world, reservation, "source")
+
+
+def test_a_prefill_that_aborts_gets_to_say_why_it_took_its_source_away(world: Any) -> None:
+    reservation = world.reserve([5])
+    source_taken_away(world, reservation)
+    world.say(world.session(), msg.Failed(reservation, 0, -1, 1, "aborted", "preempted"))
+    assert isinstance(world.error(reservation), Aborted)
+    assert world.events(reservation) == ["failed", "released"]
 
 
 def test_a_group_announced_and_not_delivered_is_refused(make_world: Any, make_geometry: Any) -> None:
