@@ -230,6 +230,12 @@ def target() -> Side:
 
 
 @pytest.fixture
+def big_target() -> Side:
+    """A pool of two thousand pages."""
+    return Side(pages=2000)
+
+
+@pytest.fixture
 def decode(lane: str, target: Side) -> Iterator[DecodeEndpoint]:
     """A decode endpoint of this process over ``target``, for tests whose prefill is a worker."""
     endpoint = DecodeEndpoint(target.pool, lane_kinds=("tcp" if lane == "tcp" else "local",))
@@ -252,6 +258,11 @@ class Ends:
     def decode(self, pool: PagePool, **config: Any) -> DecodeEndpoint:
         self._decodes.append(DecodeEndpoint(pool, **{"lane_kinds": self._kinds, **config}))
         return self._decodes[-1]
+
+    @staticmethod
+    def until(reached: Callable[[], bool]) -> None:
+        """See ``until``."""
+        until(reached)
 
     @staticmethod
     def fill(pool: PagePool, seed: int) -> PagePool:
