@@ -1,4 +1,4 @@
-// Where the core's threads leave what happened, and one eventfd that says so. Any thread may push; any thread may drain.
+// Where the core's threads leave what happened, and one eventfd that says so. Any thread may push, any may drain.
 #pragma once
 
 #include <cstdint>

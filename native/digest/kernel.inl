@@ -12,8 +12,8 @@ enum class Mode { kRead, kCopy, kStream, kStreamShifted };
 
 template <Mode mode>
 KVX_TARGET inline __attribute__((always_inline)) void take_stripe(Sums& sums, unsigned char* dst,
-                                                                  const unsigned char* src, unsigned at,
-                                                                  unsigned index, std::size_t shift) noexcept {
+                                                                  const unsigned char* src, unsigned at, unsigned index,
+                                                                  std::size_t shift) noexcept {
   sums.add(src + kStripe * at, kSecret + 8 * index);
   if constexpr (mode == Mode::kCopy) sums.store(dst + kStripe * at);
   if constexpr (mode == Mode::kStream) sums.stream(dst + kStripe * at);
@@ -27,7 +27,7 @@ KVX_TARGET void run(std::uint64_t* memory, unsigned char* dst, const unsigned ch
   while (stripes > 0) {
     Sums sums;
     if (first == 0 && stripes >= kStripesPerBlock) {
-      // The hardware's prefetcher stops at each 4 KiB page of memory; past the end there is nothing worth the bandwidth.
+      // The hardware's prefetcher stops at each 4 KiB of memory; past the end nothing is worth the bandwidth.
       const bool far = stripes * kStripe >= kPrefetchBytes + kStripe * kStripesPerBlock;
       const unsigned char* ahead = far ? src + kPrefetchBytes : src;
 #pragma GCC unroll 16

@@ -33,15 +33,17 @@ std::vector<std::size_t> interesting_lengths() {
   return lengths;
 }
 
-// Runs the body once per vector path and leaves the best one in use.
+// Runs the body once per vector path and leaves the best one in use, also where the body fails.
 template <typename Body>
 void on_every_path(const Body& body) {
+  struct Restore {
+    ~Restore() { use_kernels(*available_kernels().front()); }
+  } restore;
   for (const Kernels* kernels : available_kernels()) {
     use_kernels(*kernels);
     CAPTURE(std::string(isa()));
     body();
   }
-  use_kernels(*available_kernels().front());
 }
 
 // A destination with guard bytes on both sides, at a chosen distance from 64-byte alignment.
