@@ -44,7 +44,8 @@ class Grants(Legs):
     # ---- the engine --------------------------------------------------------------------------------------------------
 
     def accept(self, out: list[Action], now: float, request_id: str, readers: int | None, timeout_s: float) -> int:
-        if request_id in self._by_request:
+        former = self._by_request.get(request_id)
+        if former is not None and not former.released:
             raise DuplicateRequest(
                 "this request has a live grant; abort it and wait for its release first", request_id=request_id
             )

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import Aborted, AdmissionClosed, CapacityError, Closed, DeadlineExceeded, Declined, GeometryError
+from kvxfer.errors import (
+    Aborted,
+    AdmissionClosed,
+    CapacityError,
+    Closed,
+    DeadlineExceeded,
+    Declined,
+    DuplicateRequest,
+    GeometryError,
+)
 from kvxfer.errors import Rejected as RejectedError
 from kvxfer.protocol import messages as m
 
@@ -60,7 +69,9 @@ def test_write_and_commit_after_the_end_are_refused(world: Any, ends: str) -> No
         world.commit(grant)
 
 
-@pytest.mark.parametrize("n_tokens, aux_bytes, error", [(-1, 0, GeometryError), (129, 0, CapacityError), (1, 9, GeometryError)])
+@pytest.mark.parametrize(
+    "n_tokens, aux_bytes, error", [(-1, 0, GeometryError), (129, 0, CapacityError), (1, 9, GeometryError)]
+)
 def test_refused_commit_changes_nothing(make_world: Any, n_tokens: int, aux_bytes: int, error: type[Exception]) -> None:
     world = make_world(max_aux_bytes=8)
     grant = world.accept()
@@ -73,6 +84,24 @@ def test_refused_commit_changes_nothing(make_world: Any, n_tokens: int, aux_byte
 def test_accept_refuses_impossible_arguments(world: Any, readers: int, timeout_s: float) -> None:
     with pytest.raises(GeometryError):
         world.accept(readers=readers, timeout_s=timeout_s)
+
+
+def test_a_request_id_is_free_again_once_its_sources_are_though_decode_has_not_said_done(world: Any) -> None:
+    peer, first = world.peer(), world.accept()
+    reserve = peer.reserve()
+    with pytest.raises(DuplicateRequest):
+        world.accept()
+    world.commit(first)
+    world.drain(peer, reserve)
+    assert world.core.released(first) and world.core.state(first) == "committed"
+    second = world.accept()
+    peer.done(reserve)
+    assert world.core.state(first) == "done"
+    again = peer.reserve()
+    world.commit(second)
+    world.drain(peer, again)
+    peer.done(again)
+    assert world.core.state(second) == "done"
 
 
 def test_sources_are_released_when_they_are_drained_without_waiting_for_done(world: Any) -> None:
