@@ -1,4 +1,4 @@
-"""A prefill core with a played executor and played decodes. Every test that uses ``world`` also checks S3 throughout."""
+"""A prefill core with a played executor and played decodes. Every test that uses ``world`` checks S3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode's ABORT: admission is closed, QUIESCED follows the drain and nothing else, and it is said again when asked (S2)."""
+"""Decode's ABORT: admission closes, QUIESCED follows the drain and nothing else, and is said again when asked (S2)."""
 
 from __future__ import annotations
 
@@ -175,7 +175,8 @@ def test_nothing_of_an_aborted_reservation_is_attached_again(world: Any) -> None
 
 
 def test_actions_close_admission_before_anything_is_said(world: Any) -> None:
-    peer, grant = world.peer(), world.accept()
+    peer = world.peer()
+    world.accept()
     reserve = peer.reserve()
     actions = world.core.message(
         world.now, peer.route, peer.epoch, peer.sequence + 1, m.Abort(reserve.reservation, 1, 0, "r", "x")

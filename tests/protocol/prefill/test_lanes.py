@@ -1,4 +1,4 @@
-"""Lanes break, are replaced, and go with their session: sources are free when our ends are destroyed, not before (S3)."""
+"""Lanes break, are replaced, and go with their session: sources are free once our ends are destroyed (S3)."""
 
 from __future__ import annotations
 
