@@ -27,7 +27,7 @@ class DecodeEndpoint(DecodeExecutor):
         insecure: allow peers beyond loopback without keys.
         sidecar: not available yet; must be None.
         config: fields of ``protocol.config.DecodeConfig`` (``verify``, ``max_context_tokens``, ``lane_kinds``,
-        time-outs, ...).
+            time-outs, ...).
 
     Raises:
         NotImplementedError: ``sidecar`` was given.
@@ -53,16 +53,15 @@ class DecodeEndpoint(DecodeExecutor):
             pages: by group name, which logical pages are wanted and the pool pages they go to.
             prefill: control address of the prefill, or of every rank of it, in order ("host:port").
             incarnation: ``PrefillEndpoint.incarnation`` as it came with the request, one or one a rank; a prefill
-            that has
-                restarted since then fails the reservation with PeerRestarted.
+                that has restarted since then fails the reservation with PeerRestarted.
             readers, rank: how many decode ranks reserve for this request, and which one this is.
-            timeout_s: from RESERVE to READY; the reservation then fails with DeadlineExceeded. ``Handoff.extend`` adds.
+            timeout_s: from this call, dialling included, to READY; the reservation then fails with DeadlineExceeded.
+                ``Handoff.extend`` adds.
             tag: comes back in events.
 
         Raises, for local reasons only:
             GeometryError, OwnershipError, CapacityError, DuplicateRequest, PeerRestarted (already known),
-            InsecureEndpoint,
-            Closed.
+            InsecureEndpoint, ConfigurationError (addresses), Closed.
         """
         peers = (prefill,) if isinstance(prefill, str) else tuple(prefill)
         packed = self._pack(request_id, pages)
@@ -89,7 +88,10 @@ class DecodeEndpoint(DecodeExecutor):
     def decline(
         self, request_id: str, *, prefill: str | Sequence[str], reason: str = "declined", rank: int = 0
     ) -> None:
-        """Tells prefill that this request's pages are not wanted (full prefix hit, aborted before allocation)."""
+        """Tells prefill that this request's pages are not wanted (full prefix hit, aborted before allocation).
+
+        Returns at once. Raises GeometryError, InsecureEndpoint, ConfigurationError (addresses), Closed.
+        """
         peers = (prefill,) if isinstance(prefill, str) else tuple(prefill)
         for peer in peers:
             self._check_peer(peer)
@@ -102,8 +104,7 @@ class DecodeEndpoint(DecodeExecutor):
         """Ends every handoff, fences every lane, and waits for the fences; idempotent.
 
         Raises PagesQuarantined if a writer could not be proven silent within ``timeout_s``: the pool's memory is then
-        kept
-        alive by the endpoint, and ``close`` may be called again.
+        kept alive by the endpoint, and ``close`` may be called again.
         """
         self._check_process()
         with self._lock:

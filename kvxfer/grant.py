@@ -25,8 +25,7 @@ class Grant:
     """One request's source pages and all readers they go to. Made by ``PrefillEndpoint.accept``. Thread-safe.
 
     The source of a page is pinned from the call of ``write`` until ``released`` (S3): the engine must neither change
-    nor
-    reuse it before.
+    nor reuse it before.
     """
 
     __slots__ = (
@@ -73,12 +72,11 @@ class Grant:
 
         Args:
             pages: by group; ``Pages.pool`` are pages of this pool. A page is written once in each layer, when it is
-            final.
+                final.
             layers: what is written now, as ``PagePool.regions_of`` takes it: a layer's name or number (all regions of
-            that layer), or one region's own name; None: all regions of each group.
+                that layer), or one region's own name; None: all regions of each group.
             after: None (the bytes are there), or an object with ``synchronize()`` such as a CUDA event: the call
-            returns at
-                once, and the write happens after it.
+                returns at once, and the write happens after it. Errors that show only then fail the grant.
             progress: tells decode's core that a batch has ended.
 
         Raises GeometryError, DuplicateWrite, AdmissionClosed, Closed; nothing of the group concerned has been sent
@@ -95,8 +93,8 @@ class Grant:
         """Says that everything was written; returns at once. Queues behind writes that wait for their events.
 
         ``n_tokens`` counts from token 0. ``aux`` goes to every reader with the record. Raises GeometryError where a
-        written
-        page lies beyond ``n_tokens``, AdmissionClosed, Closed.
+        written page lies beyond ``n_tokens`` or aux is too long, CapacityError, AdmissionClosed, Closed; the grant is
+        then as it was.
         """
         self._endpoint._commit(self, n_tokens, bytes(aux))
 
@@ -104,15 +102,17 @@ class Grant:
         """Gives the grant up. True: no lane reads the source any more, the pages may be reused.
 
         Without ``drain_timeout_s`` it returns at once with what holds now, and ``released`` follows; with it, it
-        waits that
-        long at most. Idempotent; after ``released`` it is True and changes nothing.
+        waits that long at most. Idempotent; after ``released`` it is True and changes nothing. A reader whose
+        reservation comes only afterwards is not told: ``PrefillEndpoint.reject`` does that.
         """
         return self._endpoint._abort(self, reason, drain_timeout_s)
 
     @property
     def first_token(self) -> int | None:
-        """The lowest first token that a reader asked for (what lies before it is a prefix hit), None before an
-        offer."""
+        """The lowest first token that a reader asked for (what lies before it is a prefix hit).
+
+        None before the first reader has reserved, and once the grant is over.
+        """
         return self._endpoint._first_token(self._id)
 
     @property
@@ -135,9 +135,10 @@ class Grant:
         return self._released
 
     def wait_released(self, timeout_s: float) -> bool:
-        """Waits until the source pages may be reused; False if they may not yet. Afterwards ``poll`` has no more
-        events of this
-        grant: a program that waits need not poll."""
+        """Waits until the source pages may be reused; False if they may not yet.
+
+        Afterwards ``poll`` has no more events of this grant: a program that waits need not poll.
+        """
         endpoint = self._endpoint
         endpoint._check_process()
         reached = endpoint._wait_until(lambda: self._released, timeout_s)

@@ -157,8 +157,7 @@ class Handoff(_Sealed):
         """Waits until READY and returns the pages; blocks with the interpreter lock released.
 
         Raises the handoff's error if it failed, DeadlineExceeded if it is still under way after ``timeout_s`` seconds
-        (the
-        handoff goes on: wait again, or abort), Closed after ``close()``.
+        (the handoff goes on: wait again, or abort), Closed after ``close()``.
         """
         endpoint = self._endpoint
         endpoint._check_process()
@@ -175,12 +174,17 @@ class Handoff(_Sealed):
         return self._as_future().__await__()
 
     def extend(self, seconds: float) -> None:
-        """Moves the deadline (``timeout_s`` of ``reserve``) by ``seconds``; nothing where it has ended."""
+        """Moves the deadline (``timeout_s`` of ``reserve``) by ``seconds``; nothing where it has ended.
+
+        Raises GeometryError for a number that is not positive, Closed.
+        """
         self._endpoint._extend(self._reservation, seconds)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
-        """Gives the handoff up; returns at once. ``failed`` follows, then ``released``. Idempotent; nothing after
-        READY."""
+        """Gives the handoff up; returns at once. ``failed`` follows, then ``released``.
+
+        Idempotent; nothing after READY.
+        """
         self._endpoint._abort(self._reservation, reason)
 
     def wait_released(self, timeout_s: float) -> bool:

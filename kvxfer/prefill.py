@@ -33,8 +33,7 @@ class PrefillEndpoint(PrefillExecutor):
         keys, insecure: as for ``DecodeEndpoint``.
         sidecar: not available yet; must be None.
         config: fields of ``protocol.config.PrefillConfig``, and ``local_lanes`` / ``tcp_lanes`` (how many of each
-        kind a
-            session gets; 0 switches a kind off).
+            kind a session gets; 0 switches a kind off).
 
     Attributes:
         address, port: where it listens.
@@ -47,10 +46,10 @@ class PrefillEndpoint(PrefillExecutor):
         """Registers interest in a request; returns at once. Writing may start before decode has reserved.
 
         ``timeout_s`` starts at ``commit`` and ends when all readers have reserved. ``readers``: how many decode ranks
-        will
-        reserve; None: their reservations say so. Raises DuplicateRequest (the live grant is untouched), Rejected
-        (``reject``
-        is remembered), Closed.
+        will reserve; None: their reservations say so.
+
+        Raises DuplicateRequest (the live grant is untouched), Rejected (``reject`` is remembered), GeometryError (a
+        senseless time or count), CapacityError (too many live grants), Closed.
         """
         with self._lock:
             self._check_open()
@@ -151,8 +150,7 @@ class PrefillEndpoint(PrefillExecutor):
         self._post(grant, batches, progress)
 
     def _post(self, grant: Grant, batches: Sequence[Batch], progress: bool) -> None:
-        """Digests and queues in this thread, without the endpoint's lock: a write may take as long as reading its
-        pages."""
+        """Digests and queues in this thread, without the endpoint's lock: it takes as long as reading the pages."""
         last = len(batches) - 1
         for number, (group, logical, pool, regions) in enumerate(batches):
             try:
