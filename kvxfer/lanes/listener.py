@@ -205,7 +205,8 @@ class LaneListener:
 
     def _accept(self, listening: socket.socket, kind: str) -> None:
         for _ in range(_ACCEPT_BATCH):
-            if self._accept_again_at is not None or not self._has_room():
+            victim = self._who_makes_room()
+            if self._accept_again_at is not None:
                 return
             try:
                 sock, address = listening.accept()
@@ -216,6 +217,8 @@ class LaneListener:
                 self._refusals.append(("no_descriptor", "", str(cause)))
                 self._pause(time.monotonic() + _PAUSE_S)
                 return
+            if victim is not None:
+                self._drop(victim, "evicted", "made room for others, after it had not proven itself")
             try:
                 self._take(sock, kind, address)
             except (Refusal, OSError) as cause:
@@ -235,11 +238,10 @@ class LaneListener:
                 raise Refusal("foreign_user", f"user {uid} is not ours")
         now = time.monotonic()
         pending = PendingLane(sock, kind, peer, os.urandom(32), now, now + self._handshake_timeout_s, self._memory)
-        want = pending.start()
+        self._selector.register(sock, _events(pending.start()))
         self._pending[sock.fileno()] = pending
-        self._selector.register(sock, _events(want))
 
-    def _victim(self) -> PendingLane | None:
+    def _oldest_of_the_most(self) -> PendingLane | None:
         """The oldest unproven connection of the peer that has the most of them."""
         unproven = [pending for pending in self._pending.values() if pending.proven is None]
         if not unproven:
@@ -247,18 +249,17 @@ class LaneListener:
         (heaviest, _), *_ = Counter(pending.peer for pending in unproven).most_common(1)
         return next(pending for pending in unproven if pending.peer == heaviest)
 
-    def _has_room(self) -> bool:
-        """Makes room for one more connection, or pauses accepting until there can be room."""
-        if len(self._pending) < self._max_pending:
-            return True
-        victim = self._victim()
+    def _who_makes_room(self) -> PendingLane | None:
+        """The connection to be dropped for the next one, None if there is room; pauses where nobody can be dropped."""
+        if self._accept_again_at is not None or len(self._pending) < self._max_pending:
+            return None
+        victim = self._oldest_of_the_most()
         now = time.monotonic()
         if victim is None or now < victim.since + _GRACE_S:
             # Those that are waiting have not had their chance yet; newcomers wait in the kernel's queue.
             self._pause(now + _PAUSE_S if victim is None else victim.since + _GRACE_S)
-            return False
-        self._drop(victim, "evicted", "made room for others, after it had not proven itself")
-        return True
+            return None
+        return victim
 
     def _advance(self, pending: PendingLane) -> None:
         try:
@@ -270,6 +271,11 @@ class LaneListener:
             self._registry.claim(pending.proven)
         except Refusal as refusal:
             self._drop(pending, refusal.reason, refusal.cause)
+            return
+        except Exception as cause:
+            # A fault of ours ends this handshake, and no other.
+            _LOG.exception("kvxfer: a lane's handshake failed")
+            self._drop(pending, "fault", repr(cause))
             return
         self._forget(pending)
         claim = pending.proven.claim

@@ -295,12 +295,13 @@ def test_another_frame_version_is_named_in_the_refusal() -> None:
     [
         b"\xdd" + struct.pack(">I", 2**32 - 1),  # a list of 4 G items
         b"\xdc\x00\x40" * 2000,  # lists in lists, each within its bound
+        b"\xdc\x10\x00" * 2000,  # the same, each beyond it but shorter than the frame
         b"\xc6" + struct.pack(">I", 2**31),  # 2 GiB of bytes
         b"\xdb" + struct.pack(">I", 2**31),  # 2 GiB of text
         b"\xdf" + struct.pack(">I", 2**31),  # a mapping of 2 G entries
         b"\xc9" + struct.pack(">I", 2**31) + b"\x01",  # an extension
     ],
-    ids=["list", "nested", "bytes", "text", "mapping", "extension"],
+    ids=["list", "nested", "nested wide", "bytes", "text", "mapping", "extension"],
 )
 @pytest.mark.parametrize("place", ["body", "geometry"])
 def test_announced_sizes_are_refused_before_memory_is_spent_on_them(bomb: bytes, place: str) -> None:
@@ -324,6 +325,14 @@ def test_a_geometry_may_not_have_more_regions_than_the_bound_over_all_groups() -
     assert decode(encode(EPOCH, 0, hello), Limits(max_regions=6))
     with pytest.raises(ProtocolViolation, match="regions"):
         decode(encode(EPOCH, 0, hello), Limits(max_regions=5))
+
+
+def test_bytes_behind_a_geometry_are_refused() -> None:
+    hello = m.Hello(b"n" * 8, PoolGeometry(()), 0, "digest", (), "h")
+    geometry = msgpack.unpackb(encode(EPOCH, 0, hello)[HEADER_BYTES:])[2]
+    assert decode(frame_of(1, b"n" * 8, geometry, 0, "digest", [], "h", None, 1), LIMITS)[2] == hello
+    with pytest.raises(ProtocolViolation, match="further bytes"):
+        decode(frame_of(1, b"n" * 8, geometry + b"\x00", 0, "digest", [], "h", None, 1), LIMITS)
 
 
 def test_texts_for_people_are_cut_and_never_lost() -> None:

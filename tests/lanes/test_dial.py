@@ -173,6 +173,19 @@ def test_regions_of_one_memfd_share_one_descriptor_and_those_beyond_the_bound_ar
         exported.close()
 
 
+def test_a_memfd_that_may_shrink_is_never_offered_for_mapping() -> None:
+    table = _native.SharedMemory(4096, "table")
+    fd = os.memfd_create("kvxfer-test-unsealed", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.ftruncate(fd, 4096)
+    exported = export_memory([[RegionMemory(0x7000, 4096, fd)]], claims_of(1), table.fd)
+    try:
+        assert exported.claims.n_fds == 0
+        assert exported.claims.regions == (((-1, 0x7000, 4096, 4096, 1),),)
+    finally:
+        exported.close()
+        os.close(fd)
+
+
 def test_a_long_description_arrives_whole(serve: Any) -> None:
     table = _native.SharedMemory(4096, "table")
     n_regions = 20_000
