@@ -71,7 +71,6 @@ class DecodeExecutor(Endpoint):
         self._by_fd: dict[int, _Link] = {}
         self._max_record_bytes = max_record_bytes(pool.geometry)
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
-        self._connectors: set[threading.Thread] = set()
         self._core = DecodeCore(self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity())
         self._next_tick: float | None = None
         self._handlers |= {
@@ -198,7 +197,6 @@ class DecodeExecutor(Endpoint):
             return
         link.wanted_generation = action.generation
         thread = threading.Thread(target=self._connect, args=(action,), name="kvxfer-connect", daemon=True)
-        self._connectors.add(thread)
         thread.start()
 
     def _connect(self, action: act.ConnectLanes) -> None:
@@ -219,7 +217,6 @@ class DecodeExecutor(Endpoint):
         except (KvxferError, OSError, RuntimeError) as cause:
             failure = str(cause)
         with self._lock:
-            self._connectors.discard(threading.current_thread())
             link = self._links.get(action.session)
             if link is None or self._closed or link.wanted_generation != action.generation:
                 for lane in connected:
@@ -349,17 +346,15 @@ class DecodeExecutor(Endpoint):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _shut_down(self) -> None:
-        """Everything is fenced: lets go of threads, sockets and descriptors."""
+        """Everything is fenced: lets go of threads, sockets and descriptors. A thread that still connects a lane ends by
+        itself and closes what it gets."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             for session in list(self._links):
                 self._close_session(act.CloseSession(session, "closed"))
-            connectors = list(self._connectors)
         if not self._reactor.in_thread():
             self._reactor.stop(5.0)
-        for thread in connectors:
-            thread.join(LANE_CONNECT_TIMEOUT_S + 1.0)
         self._fences.shutdown(wait=True)
         self._events.close()

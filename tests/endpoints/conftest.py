@@ -153,6 +153,7 @@ class Worker:
             text=True,
             bufsize=1,
         )
+        self._unread = b""
         self.hello = self._answer()
         self.pid = self._process.pid
 
@@ -198,12 +199,16 @@ class Worker:
 
     def _answer(self, timeout_s: float = WAIT_S) -> Any:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-        if not ready:
-            raise TimeoutError("the worker gave no answer")
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the worker has ended")
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError("the worker gave no answer")
+            piece = os.read(fd, 65536)
+            if not piece:
+                raise RuntimeError("the worker has ended")
+            self._unread += piece
+        line, self._unread = self._unread.split(b"\n", 1)
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])

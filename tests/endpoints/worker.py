@@ -98,6 +98,10 @@ class Prefill:
     def events(self) -> list[list[Any]]:
         return [[event.kind, event.request_id, event.error and str(event.error)] for event in self.endpoint.poll()]
 
+    def offered(self, request_id: str) -> None:
+        """Waits until every reader of the grant has reserved."""
+        support.until(lambda: self.grants[request_id].first_token is not None)
+
     def counters(self) -> dict[str, int]:
         return self.endpoint.counters()
 
@@ -124,6 +128,9 @@ class Decode:
 
     def abort(self, request_id: str) -> None:
         self.handoffs[request_id].abort()
+
+    def released(self, request_id: str, timeout_s: float = WAIT_S) -> bool:
+        return self.handoffs[request_id].wait_released(timeout_s)
 
     def counters(self) -> dict[str, int]:
         return self.endpoint.counters()
