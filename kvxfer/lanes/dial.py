@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvxfer import _native
 from kvxfer.errors import ConfigurationError, KvxferError, LaneFailed, ProtocolViolation
-from kvxfer.hosts import parse_address
+from kvxfer.hosts import join_host_port, parse_address
 from kvxfer.lanes import handshake as hs
 from kvxfer.lanes.contract import LOCAL, TCP
 from kvxfer.lanes.export import MAX_DESCRIPTION_BYTES, MAX_FDS, MemoryClaims, parse_claims
@@ -87,12 +87,15 @@ def connect_lanes(
     generation: int,
     secret: bytes,
     timeout_s: float,
+    control_host: str | None = None,
 ) -> tuple[str, list[Connected], dict[str, str]]:
     """Connects all lanes of the first offered kind that works; blocks up to ``timeout_s``.
 
     Args:
         offers: prefill's, best first.
         accept_kinds: what decode accepts; other kinds are passed over.
+        control_host: the host by which the control plane reached prefill: tried last at the offered tcp ports, because
+            a prefill that listens on all of its addresses cannot know which of them decode can reach.
 
     Returns:
         The kind, its lanes in order, and for each kind that was tried before, or not acceptable, the reason.
@@ -108,12 +111,22 @@ def connect_lanes(
         share_s = (deadline - time.monotonic()) / left
         dial = _Dial(epoch, generation, secret, time.monotonic() + share_s)
         try:
-            return offer.kind, _connect_all(offer, dial), reasons
+            return offer.kind, _connect_all(_with_host(offer, control_host), dial), reasons
         except LaneFailed as cause:
             reasons[offer.kind] = str(cause.details.get("reason", cause.message))
     for kind in accept_kinds:
         reasons.setdefault(kind, "not offered by the peer")
     raise LaneFailed("no kind of lane could be connected; see the reasons", generation=generation, reasons=reasons)
+
+
+def _with_host(offer: LaneOffer, host: str | None) -> LaneOffer:
+    if offer.kind != TCP or not host:
+        return offer
+    more = []
+    for address in offer.addresses:
+        with contextlib.suppress(ConfigurationError):
+            more.append(join_host_port(host, parse_address(address).port))
+    return LaneOffer(offer.kind, tuple(dict.fromkeys((*offer.addresses, *more))), offer.lanes)
 
 
 def _connect_all(offer: LaneOffer, dial: _Dial) -> list[Connected]:

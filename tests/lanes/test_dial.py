@@ -266,6 +266,15 @@ def test_the_second_address_is_tried_when_the_first_does_not_answer(serve: Any) 
     close_all(lanes)
 
 
+def test_the_host_of_the_control_plane_is_tried_where_the_offered_one_cannot_be_reached(serve: Any) -> None:
+    served = serve(tcp_hosts=[("127.0.0.1", "127.0.0.2")])
+    with pytest.raises(LaneFailed):
+        connect(served, ("tcp",))
+    kind, lanes, _ = connect(served, ("tcp",), control_host="127.0.0.1")
+    assert kind == "tcp"
+    close_all(lanes)
+
+
 def test_where_no_kind_works_the_error_has_the_reason_of_each(serve: Any) -> None:
     served = serve(local=False)
     with pytest.raises(LaneFailed) as refused:
