@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -179,6 +180,7 @@ class World:
         if isinstance(action, act.Send):
             self.sent.append(action)
         elif isinstance(action, act.Audit):
+            json.dumps(action.fields)
             self.audits.append(action)
         elif isinstance(action, act.Notify):
             self.check_event(action)
