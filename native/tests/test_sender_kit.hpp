@@ -136,7 +136,7 @@ inline ParsedRecord parse_record(const std::string& bytes) {
   REQUIRE(digest == digest::xxh3_64(bytes.data(), bytes.size() - 8));
   const char* at = bytes.data() + sizeof(out.header);
   out.groups.resize(out.header.n_groups);
-  std::memcpy(out.groups.data(), at, out.groups.size() * sizeof(record::RecordGroup));
+  if (!out.groups.empty()) std::memcpy(out.groups.data(), at, out.groups.size() * sizeof(record::RecordGroup));
   at += out.groups.size() * sizeof(record::RecordGroup);
   for (std::uint64_t k = 0; k < out.header.n_chunks; ++k) {
     if ((static_cast<std::uint8_t>(at[k / 8]) >> (k % 8)) & 1) out.posted.insert(k);
