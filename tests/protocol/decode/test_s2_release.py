@@ -61,12 +61,15 @@ def test_an_abort_after_the_last_record_still_waits_for_its_revoke(world: Any) -
 
 
 def test_a_report_that_comes_after_the_abort_makes_nothing_ready(world: Any) -> None:
-    world.held.add(act.Verify)
+    world.held |= {act.Verify, act.Revoke}
     reservation = world.reserve([5, 6])
     world.hand_over(reservation)
     (verify,) = world.all(act.Verify)
     reports = world.reports(verify)
     world.abort(reservation)
+    world.carry_out(world.core.verified(world.now, reservation, reports))
+    assert_quarantined(world, reservation, 5, 6)
+    world.revoked(reservation)
     world.carry_out(world.core.verified(world.now, reservation, reports))
     assert_released(world, reservation, 5, 6)
 
