@@ -99,11 +99,18 @@ class DecodeCore(DecodeInbox):
         return []
 
     def abort(self, now: float, reservation: int, reason: str) -> list[Action]:
-        """Gives the handoff up. Idempotent; nothing after READY."""
+        """Gives the handoff up. Idempotent; nothing after READY.
+
+        Prefill is told in any case: by ABORT where it was offered, else by DECLINE, so that its grant does not wait for a
+        RESERVE that never comes.
+        """
         out: list[Action] = []
         found = self._reservations.get(reservation)
         if found is not None:
+            unoffered = found.state == states.WAITING
             self._fail(now, found, Aborted(f"decode gave the handoff up: {reason}", by="decode"), out)
+            if unoffered:
+                out += self.decline(now, found.request_id, list(found.expected), reason, found.rank)
         return out
 
     def decline(self, now: float, request_id: str, prefill: Sequence[str], reason: str, rank: int = 0) -> list[Action]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvxfer.errors import Declined
+
 N_TOKENS = 50
 SOURCE, TARGET = [5, 3, 9, 7], [2, 11, 4, 30]
 
@@ -54,3 +56,10 @@ def _at(pages: list[int]) -> dict[str, Any]:
     from kvxfer import Pages
 
     return {"kv": Pages(range(len(pages)), pages, first_token=0, n_tokens=N_TOKENS)}
+
+
+def test_a_handoff_given_up_before_it_was_offered_lets_prefill_go(pair: Any) -> None:
+    grant = pair.prefill.accept("r", timeout_s=30)
+    pair.reserve("r", TARGET, N_TOKENS).abort("the client went away")  # the session is not up yet: nothing was offered
+    assert grant.wait_released(10)
+    assert isinstance(grant.error, Declined)
