@@ -1,4 +1,5 @@
-"""S1: what prefill did not write, or wrote for something else, is refused, and the refusal says what is wrong with which pages."""
+"""S1: what prefill did not write, or wrote for something else, is refused, and the refusal says what is wrong with
+which pages."""
 
 from __future__ import annotations
 
