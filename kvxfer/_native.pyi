@@ -1,6 +1,6 @@
 """The C++ core. Every call that may take longer than a few microseconds releases the GIL. Thread-safe throughout.
 
-Arrays are C-contiguous NumPy arrays; pointers are plain integers. Nothing here knows of ZeroMQ, sessions' keys or policy.
+Arrays are C-contiguous NumPy arrays; pointers are plain integers. Nothing here knows of ZeroMQ, keys or policy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def isa() -> str:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 class SharedMemory:
-    """A memfd of ``nbytes``, mapped read-write and sealed against shrinking and growing. Unmapped when collected or closed."""
+    """A memfd of ``nbytes``, mapped read-write, sealed against shrinking and growing; unmapped when collected."""
 
     def __init__(self, nbytes: int, name: str, huge_pages: bool = False) -> None: ...
     ptr: int
@@ -66,7 +66,7 @@ LANE_UP: int
 LANE_DOWN: int  # data: cause
 RECORD: int  # data: the record's bytes; everything posted before it on this lane has landed
 VIOLATION: int  # data: what was refused; reservation and leg where one was named
-LEG_DRAINED: int  # sender: admission closed, all writes (and, committed, records) accepted or confirmed; data: u64 chunks per lane
+LEG_DRAINED: int  # sender: admission closed, all writes (and records) accepted or confirmed; data: u64 chunks a lane
 LEG_FAILED: int  # sender: data: cause, "source_changed: ..." or "lane: ..."
 
 class CompletionQueue:
@@ -88,8 +88,8 @@ class Sender:
         """Ready to take connections for lanes 0..n_lanes-1 of this generation."""
 
     def add_lane(self, session: int, generation: int, lane: int, kind: str, fd: int) -> None:
-        """Takes over a connected, authenticated socket (kind "tcp" or "local"). Raises NativeError on a wrong generation,
-        an unknown session or a lane that is already connected; the fd is then still the caller's."""
+        """Takes over a connected, authenticated socket (kind "tcp" or "local"). Raises NativeError on a wrong
+        generation, an unknown session or a lane that is already connected; the fd is then still the caller's."""
 
     def close_session(self, session: int, generation: int) -> None:
         """Destroys this end of all lanes up to ``generation`` and joins their threads. Legs on them fail."""
@@ -103,7 +103,7 @@ class SourceGrant:
     """One request's source pages, digested when written, and the legs that carry them to readers."""
 
     def write(self, group: int, logical: U64, pages: U64, regions: U32, progress: bool = False) -> int:
-        """Pins and digests pages (S3) in the calling thread and queues them for every attached leg; returns bytes digested.
+        """Pins and digests pages (S3) in the calling thread and queues them for all attached legs; returns the bytes.
         Raises ValueError("duplicate: ...") (nothing queued), ValueError("bounds: ..."), RuntimeError("closed: ...")."""
 
     def attach(
@@ -118,14 +118,14 @@ class SourceGrant:
         slices: bytes,
         groups: Sequence[tuple[int, int, int, U64]],
     ) -> None:
-        """groups: (decode's group, tokens_per_page, first_token, logical pages sorted). Everything written so far is queued.
+        """groups: (decode's group, tokens_per_page, first_token, logical pages sorted). All written so far is queued.
         Raises ValueError("bounds: ...") for slices outside the pool."""
 
     def commit(self, n_tokens: int, aux: bytes) -> None:
         """Closes admission on all legs, attached now or later; each lane then carries its record behind its writes."""
 
     def close_admission(self, session: int, reservation: int) -> None:
-        """Aborts one leg: nothing more is posted, source reads end at once; LEG_DRAINED or LEG_FAILED follows, once a leg.
+        """Aborts one leg: nothing more is posted, source reads end at once; LEG_DRAINED or LEG_FAILED follows once.
         Unknown legs are fine."""
 
     def detach(self, session: int, reservation: int) -> None: ...
@@ -158,8 +158,8 @@ class PeerMemory:
         probe: bytes,
     ) -> None:
         """regions by [group][region]: (fd index or -1, offset in the fd or address, page_stride, page_bytes, n_pages).
-        Refuses (NativeError) fds not sealed against shrinking or too short, and a probe that process_vm_readv cannot read
-        back equal. fds are duplicated."""
+        Refuses (NativeError) fds not sealed against shrinking or too short, and a probe that process_vm_readv cannot
+        read back equal. fds are duplicated."""
     how: str  # "mapped", "process_vm_readv" or "mixed"
 
 class Receiver:

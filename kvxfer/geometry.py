@@ -49,7 +49,7 @@ class Region:
 
     A page is ``runs`` rows, each of ``units`` shard units of ``unit_bytes`` bytes, back to back:
     ``page_bytes == runs * units * unit_bytes``. Where the group has no shard: ``runs == units == 1``.
-    Tokens, where the axis is known: a page is ``token_rows`` rows of ``tokens_per_page`` tokens of ``token_bytes`` bytes;
+    Tokens, where the axis is known: a page is ``token_rows`` rows of ``tokens_per_page`` tokens, ``token_bytes`` each;
     ``token_rows == 0`` where the token axis is unknown.
     """
 
