@@ -346,7 +346,7 @@ class DecodeExecutor(Endpoint):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _shut_down(self) -> None:
-        """Everything is fenced: lets go of threads, sockets and descriptors. A thread that still connects a lane ends by
+        """Everything is fenced: lets go of threads, sockets, descriptors. A thread that still connects a lane ends by
         itself and closes what it gets."""
         with self._lock:
             if self._closed:

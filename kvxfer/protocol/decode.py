@@ -101,7 +101,7 @@ class DecodeCore(DecodeInbox):
     def abort(self, now: float, reservation: int, reason: str) -> list[Action]:
         """Gives the handoff up. Idempotent; nothing after READY.
 
-        Prefill is told in any case: by ABORT where it was offered, else by DECLINE, so that its grant does not wait for a
+        Prefill is told in any case: by ABORT where it was offered, else by DECLINE, so that no grant waits for a
         RESERVE that never comes.
         """
         out: list[Action] = []
