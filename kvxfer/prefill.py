@@ -240,6 +240,9 @@ class PrefillEndpoint(PrefillExecutor):
         if action.kind == "failed":
             grant._error = action.error
         elif action.kind == "released":
+            # Lanes have let go; a write that still digests in another thread must, too. The digests stay: decode may
+            # yet ask for them to name a chunk.
+            grant._source.end_writes()
             grant._released = True
         if "released" in grant._events and ("ready" in grant._events or "failed" in grant._events):
             self._drop_grant(action.key)

@@ -286,12 +286,7 @@ class PrefillExecutor(Endpoint):
         )
 
     def _release_grant(self, action: act.ReleaseGrant) -> None:
-        grant = self._grants.get(action.grant)
-        if grant is not None:
-            # Lanes have let go; a write that still digests in another thread must, too. The digests stay: decode may
-            # yet
-            # ask for them to name a chunk.
-            grant._source.end_writes()
+        """No leg is left. The grant's tables go with its last event, see ``_drop_grant``."""
 
     def _drop_grant(self, grant_id: int) -> None:
         """Its last event has been told: nothing about it is needed any more."""
