@@ -36,6 +36,7 @@ class EventQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: OrderedDict[tuple[int, str], Event] = OrderedDict()
+        self._closed = True
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
 
@@ -77,6 +78,10 @@ class EventQueue:
                 self._closed = True
                 self._events.clear()
                 os.close(self._fd)
+
+    def __del__(self) -> None:
+        # Of an endpoint that could not be made: nobody holds the descriptor, and nobody will close it.
+        self.close()
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -54,9 +54,17 @@ class Reactor:
             self._stopping = True
             os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout_s)
-        if not self._thread.is_alive() and not self._epoll.closed:
+        if not self._thread.is_alive():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._epoll.closed:
             self._epoll.close()
             os.close(self._wake_fd)
+
+    def __del__(self) -> None:
+        # A started thread keeps its reactor alive; this one was never started, or has ended without a stop.
+        self._let_go()
 
     def _run(self) -> None:
         deadline: float | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -214,6 +216,20 @@ def test_aborts_from_both_sides_and_several_threads_end_each_handoff_once(pair: 
         assert events[f"decode r{number}"] == ["failed", "released"]
         assert sorted(events[f"prefill r{number}"]) == ["failed", "offered", "released"]
     assert not pair.target.pool.ledger.states(0).any()
+
+
+def test_an_endpoint_that_could_not_be_made_leaves_no_descriptor_behind(pair: Any) -> None:
+    def attempts() -> int:
+        for make in (
+            lambda: PrefillEndpoint(pair.source.pool, bind=f"127.0.0.1:{pair.prefill.port}"),
+            lambda: DecodeEndpoint(pair.target.pool, max_context_tokens=1 << 30),
+        ):
+            with pytest.raises(KvxferError):
+                make()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    assert attempts() == attempts()
 
 
 def _use(endpoint: Any) -> None:
