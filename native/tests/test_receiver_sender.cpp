@@ -86,7 +86,7 @@ struct ReadRecord {
     bitmap = bytes.substr(at, (header.n_chunks + 7) / 8);
     at += (header.n_chunks + 63) / 64 * 8;
     folds.resize(header.n_folds);
-    std::memcpy(folds.data(), bytes.data() + at, folds.size() * 8);
+    if (!folds.empty()) std::memcpy(folds.data(), bytes.data() + at, folds.size() * 8);
     aux = bytes.substr(at + folds.size() * 8, header.aux_bytes);
   }
   record::RecordHeader header;
