@@ -8,9 +8,18 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.control.codec import check_request_id
 from kvxfer.decode_executor import DecodeExecutor
 from kvxfer.endpoint import DEFAULT_CLOSE_TIMEOUT_S
-from kvxfer.errors import Closed, GeometryError, NotReady, PagesQuarantined
+from kvxfer.errors import (
+    Closed,
+    DeadlineExceeded,
+    GeometryError,
+    KvxferError,
+    NotReady,
+    PagesQuarantined,
+    PeerLost,
+)
 from kvxfer.handoff import _MAKE, Handoff, Ready
 from kvxfer.ledger import PageState
 from kvxfer.pages import Pages
@@ -64,6 +73,7 @@ class DecodeEndpoint(DecodeExecutor):
             InsecureEndpoint, ConfigurationError (addresses), Closed.
         """
         peers = (prefill,) if isinstance(prefill, str) else tuple(prefill)
+        check_request_id(request_id)
         packed = self._pack(request_id, pages)
         for peer in peers:
             self._check_peer(peer)
@@ -93,6 +103,7 @@ class DecodeEndpoint(DecodeExecutor):
         Returns at once. Raises GeometryError, InsecureEndpoint, ConfigurationError (addresses), Closed.
         """
         peers = (prefill,) if isinstance(prefill, str) else tuple(prefill)
+        check_request_id(request_id)
         for peer in peers:
             self._check_peer(peer)
         with self._lock:
@@ -169,7 +180,7 @@ class DecodeEndpoint(DecodeExecutor):
             n_tokens, aux, stats = self._core.ready(action.key)
             handoff._ready = Ready(_MAKE, self, action.key, action.request_id, handoff._pages, n_tokens, aux, stats)
         elif action.kind == "failed":
-            handoff._error = action.error
+            handoff._error = self._explained(action.error)
         elif action.kind == "released":
             handoff._released = True
         if action.kind in ("ready", "released"):
@@ -179,6 +190,15 @@ class DecodeEndpoint(DecodeExecutor):
                 callback()
             handoff._callbacks.clear()
         return handoff.tag, False
+
+    def _explained(self, error: KvxferError | None) -> KvxferError | None:
+        """Adds what the socket knows of a peer that did not answer."""
+        if isinstance(error, (PeerLost, DeadlineExceeded)):
+            for link in self._links.values():
+                trouble = link.client.trouble() if link.peer == error.peer else None
+                if trouble is not None:
+                    error.details["connection"] = trouble
+        return error
 
     def _pack(
         self, request_id: str, pages: Mapping[str, Pages]

@@ -39,6 +39,7 @@ class _Link:
     """One session's socket, and its lanes of the current generation."""
 
     session: int
+    peer: str
     client: ControlClient
     receiver: _native.Receiver | None = None
     generation: int = -1
@@ -166,7 +167,7 @@ class DecodeExecutor(Endpoint):
             client = ControlClient(action.peer, keys=self._keys, insecure=self._insecure, limits=self._limits)
         except (KvxferError, OSError) as cause:
             return self._core.socket_failed(self._now(), action.session, str(cause))
-        link = _Link(action.session, client)
+        link = _Link(action.session, action.peer, client)
         self._links[action.session] = link
         self._by_fd[client.fileno()] = link
         self._reactor.watch(client.fileno())
@@ -196,10 +197,12 @@ class DecodeExecutor(Endpoint):
         if link is None:
             return
         link.wanted_generation = action.generation
-        thread = threading.Thread(target=self._connect, args=(action,), name="kvxfer-connect", daemon=True)
+        thread = threading.Thread(
+            target=self._connect, args=(action, link.client.address.host), name="kvxfer-connect", daemon=True
+        )
         thread.start()
 
-    def _connect(self, action: act.ConnectLanes) -> None:
+    def _connect(self, action: act.ConnectLanes, control_host: str) -> None:
         """Runs in a thread of its own: connecting and proving may take a network's time."""
         connected: list[Connected] = []
         failure = ""
@@ -213,6 +216,7 @@ class DecodeExecutor(Endpoint):
                 generation=action.generation,
                 secret=action.secret,
                 timeout_s=LANE_CONNECT_TIMEOUT_S,
+                control_host=control_host,
             )
         except (KvxferError, OSError, RuntimeError) as cause:
             failure = str(cause)

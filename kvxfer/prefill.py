@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from kvxfer.control.codec import check_request_id
 from kvxfer.endpoint import DEFAULT_CLOSE_TIMEOUT_S
 from kvxfer.errors import (
     AdmissionClosed,
@@ -51,6 +52,7 @@ class PrefillEndpoint(PrefillExecutor):
         Raises DuplicateRequest (the live grant is untouched), Rejected (``reject`` is remembered), GeometryError (a
         senseless time or count), CapacityError (too many live grants), Closed.
         """
+        check_request_id(request_id)
         with self._lock:
             self._check_open()
             grant_id, actions = self._core.accept(self._now(), request_id, readers=readers, timeout_s=timeout_s)
@@ -62,6 +64,7 @@ class PrefillEndpoint(PrefillExecutor):
 
     def reject(self, request_id: str, code: str, message: str, *, ttl_s: float = 60.0) -> None:
         """Refuses a request, whether decode has reserved for it already or comes within ``ttl_s``."""
+        check_request_id(request_id)
         with self._lock:
             self._check_open()
             self._drive(self._core.reject(self._now(), request_id, code, message, ttl_s))
