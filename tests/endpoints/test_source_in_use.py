@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -21,16 +22,11 @@ def test_abort_is_drained_only_when_a_write_of_another_thread_has_let_go() -> No
             layer[:] = 1
             grant = prefill.accept(f"r{round_number}", timeout_s=10)
             under_way = threading.Event()
-            inside: list[bool] = []
 
-            def write(grant: Any = grant, under_way: threading.Event = under_way, inside: list[bool] = inside) -> None:
-                inside.append(True)
+            def write(grant: Any = grant, under_way: threading.Event = under_way) -> None:
                 under_way.set()
-                try:
+                with contextlib.suppress(AdmissionClosed):
                     grant.write({"kv": Pages(range(PAGES), np.arange(PAGES))})
-                except AdmissionClosed:
-                    pass
-                inside.clear()
 
             thread = threading.Thread(target=write)
             thread.start()
