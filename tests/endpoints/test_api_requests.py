@@ -10,6 +10,7 @@ import pytest
 from kvxfer import GroupSpec, PagePool, Pages
 from kvxfer.errors import (
     CapacityError,
+    ConfigurationError,
     DuplicateRequest,
     GeometryError,
     IncompatiblePool,
@@ -65,11 +66,27 @@ def test_a_request_id_may_be_used_again_once_it_has_ended(pair: Any) -> None:
     pair.hand_over("r", SOURCE, TARGET, N_TOKENS)
 
 
-@pytest.mark.parametrize("request_id", ["", "x" * 1025])
-def test_a_request_id_that_cannot_travel_is_refused(pair: Any, request_id: str) -> None:
-    with pytest.raises(GeometryError, match="request id"):
-        pair.reserve(request_id, TARGET, N_TOKENS)
+@pytest.mark.parametrize("request_id", ["x" * 513, "ü" * 257, "\ud800"], ids=["long", "long in bytes", "no text"])
+def test_a_request_id_that_cannot_travel_is_refused_on_both_sides(pair: Any, request_id: str) -> None:
+    for call in (
+        lambda: pair.reserve(request_id, TARGET, N_TOKENS),
+        lambda: pair.decode.decline(request_id, prefill=pair.prefill.address),
+        lambda: pair.prefill.accept(request_id, timeout_s=10),
+        lambda: pair.prefill.reject(request_id, "no", "no"),
+    ):
+        with pytest.raises(ConfigurationError, match="request id"):
+            call()
     assert not pair.target.pool.ledger.states(0).any()
+
+
+def test_a_request_needs_an_id(pair: Any) -> None:
+    with pytest.raises(GeometryError, match="request id"):
+        pair.reserve("", TARGET, N_TOKENS)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 512, "ü" * 256])
+def test_the_longest_request_id_travels(pair: Any, request_id: str) -> None:
+    pair.hand_over(request_id, SOURCE, TARGET, N_TOKENS)
 
 
 def test_a_request_id_may_be_any_text(pair: Any) -> None:
