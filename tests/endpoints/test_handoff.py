@@ -60,6 +60,7 @@ def _at(pages: list[int]) -> dict[str, Any]:
 
 def test_a_handoff_given_up_before_it_was_offered_lets_prefill_go(pair: Any) -> None:
     grant = pair.prefill.accept("r", timeout_s=30)
-    pair.reserve("r", TARGET, N_TOKENS).abort("the client went away")  # the session is not up yet: nothing was offered
+    with pair.decode._lock:  # no answer is heard in between: the session is not up yet, and nothing was offered
+        pair.reserve("r", TARGET, N_TOKENS).abort("the client went away")
     assert grant.wait_released(10)
     assert isinstance(grant.error, Declined)
