@@ -178,8 +178,8 @@ class Receiver:
         """When this returns no further byte lands for the leg. Unknown legs are fine."""
 
     def report(self, reservation: int, leg: int) -> tuple[dict[int, bytes], U64, int, int]:
-        """(bitmap of chunks placed per lane, folds over what landed, violations, bytes landed). Every lane has a bitmap,
-        also where nothing came. Works after fence(). Raises NativeError for a leg that is not open."""
+        """(bitmap of chunks placed per lane, folds over what landed, violations, bytes landed). Every lane has its
+        bitmap, also where nothing came. Works after fence(). Raises NativeError for a leg that is not open."""
 
     def digests(self, reservation: int, leg: int) -> U64:
         """Content digests by chunk ordinal, 0 where nothing landed."""
