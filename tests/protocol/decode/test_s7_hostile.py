@@ -59,6 +59,15 @@ def test_a_frame_out_of_sequence_changes_nothing(world: Any, index: int) -> None
     assert set(world.audits("refused")) == {"sequence"}
 
 
+def test_a_refuse_that_is_refused_does_not_move_the_sequence(world: Any) -> None:
+    reservation = world.reserve([5])
+    session = world.session()
+    world.say(session, msg.Refuse("version", "an old answer"), sequence=10**9)
+    assert world.audits("refused") == ["refuse_of_an_open_session"]
+    world.say(session, msg.Failed(reservation, 0, -1, 1, "aborted", "and this one is heard"))
+    assert world.events(reservation) == ["failed", "released"]
+
+
 def test_a_replayed_failed_changes_nothing(world: Any) -> None:
     first = world.reserve([5])
     world.say(world.session(), msg.Failed(first, 0, -1, 1, "aborted", "no"))
