@@ -123,12 +123,16 @@ def refused(pair: Any, handoff: Any, *kinds: type[KvxferError]) -> KvxferError:
     return caught.value
 
 
-def succeeds(pair: Any, wire: Wire, *, lane_is_out_of_step: bool = False) -> None:
+def succeeds(pair: Any, wire: Wire) -> None:
+    """The next handoff, as an engine makes it: what is retryable is tried again."""
     wire.tamper = lambda piece, at: piece
-    if lane_is_out_of_step:  # which only the bytes that follow can show, of this handoff or of the next one
-        with contextlib.suppress(LaneFailed):
-            handed_over(pair, "stumbles").wait(10)
-    handed_over(pair, "next").wait(10)
+    for attempt in range(4):  # the broken lane may be noticed by one side, or by nobody, before the next handoff
+        handoff = handed_over(pair, f"next{attempt}")
+        try:
+            handoff.wait(10)
+            break
+        except KvxferError as error:
+            assert error.retryable and handoff.wait_released(10)
     pair.assert_delivered(SOURCE, TARGET, N_TOKENS)
 
 
@@ -173,7 +177,7 @@ def test_a_bit_flipped_in_a_frame_header_never_makes_a_handoff(wired: tuple[Any,
     pair, wire = wired
     wire.tamper = flip_at(at)
     refused(pair, handed_over(pair, "r"), VerificationFailed, LaneFailed)
-    succeeds(pair, wire, lane_is_out_of_step=at == 56)  # its length
+    succeeds(pair, wire)
 
 
 @pytest.mark.parametrize("part", ["reservation", "epoch", "tokens", "aux", "digest"])
