@@ -242,20 +242,23 @@ bool SenderLane::take_from_checked_source(std::vector<std::uint8_t>* out) {
   const LegGroup& group = leg.table.groups()[batch.group];
   const SliceSource& source = leg.source(batch);
   const std::uint64_t page_bytes = source.region->page_bytes;
-  scratch_.resize(page_bytes);
+  if (scratch_bytes_ < page_bytes) {
+    scratch_ = std::make_unique_for_overwrite<std::uint8_t[]>(page_bytes);
+    scratch_bytes_ = page_bytes;
+  }
   for (std::uint32_t i = 0; i < batch.n_pages; ++i) {
     if (leg.cancelled.load(std::memory_order_relaxed)) return false;
     const std::uint64_t index = std::uint64_t{batch.page_first} + i;
     const std::uint64_t page = leg.source_pages[batch.group][index];
     std::uint64_t& content = leg.content[group.ordinal(index, batch.slice)];
-    if (digest::copy_xxh3_64(scratch_.data(), source.region->page(page), page_bytes) != content) {
+    if (digest::copy_xxh3_64(scratch_.get(), source.region->page(page), page_bytes) != content) {
       throw SourceChanged{"page " + std::to_string(page) + " (logical " + std::to_string(group.logical[index]) +
                           ") of group " + std::to_string(source.group) + ", region " +
                           std::to_string(source.region_index) + " is not what was written"};
     }
     digest::Hasher hasher;
     for (std::uint64_t run = 0; run < source.runs; ++run) {
-      const std::uint8_t* bytes = scratch_.data() + source.offset + run * source.stride;
+      const std::uint8_t* bytes = scratch_.get() + source.offset + run * source.stride;
       hasher.update(bytes, source.run_bytes);
       if (out != nullptr) append(*out, bytes, source.run_bytes);
     }

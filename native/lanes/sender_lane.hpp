@@ -101,7 +101,8 @@ class SenderLane {
   // ---- the owner's
   Transmission frame_;
   std::uint64_t sequence_ = 0;
-  std::vector<std::uint8_t> scratch_;
+  std::unique_ptr<std::uint8_t[]> scratch_;  // a page
+  std::size_t scratch_bytes_ = 0;
 
   // ---- the thread's
   std::uint8_t input_[sizeof(wire::FrameHeader)];

@@ -249,10 +249,6 @@ void SenderSession::end(const Leg& leg, LegOut::End how, const std::string& caus
   leg->cancelled.store(true, std::memory_order_relaxed);
   leg->queue.clear();
   drop_active(leg);
-  if (leg->pin) {
-    table_.release(*leg->pin);
-    leg->pin.reset();
-  }
   for (const std::uint32_t lane : leg->spec.lanes) {
     if (lane < lanes_.size() && lanes_[lane]) lanes_[lane]->wake();
   }

@@ -163,17 +163,18 @@ TEST_CASE_FIXTURE(Fixture, "a confirmation for a leg that is gone is ignored") {
 }
 
 TEST_CASE("a stopped copier leaves the rest of a handoff to the others") {
-  const Source source({{1, 1, 1 << 20}});
-  Prefill prefill(source.map, 2, LaneKind::kLocal, 4096);
+  constexpr std::uint64_t kPages = 1 << 16, kPagesPerFrame = 64;
+  const Source source({{1, 1, kPages}});
+  Prefill prefill(source.map, 2, LaneKind::kLocal, kPagesPerFrame);
   const auto grant = prefill.sender.grant(1);
   attach(*grant, {.lanes = {0, 1}}, {whole_page(0, 0, 1)},
-         {{.group = 0, .tokens_per_page = 1, .first_token = 0, .logical = range(0, 1 << 20)}});
-  grant->write(0, range(0, 1 << 20), range(0, 1 << 20), kFirstRegion, false);
-  // Lane 0 is never read.
+         {{.group = 0, .tokens_per_page = 1, .first_token = 0, .logical = range(0, kPages)}});
+  grant->write(0, range(0, kPages), range(0, kPages), kFirstRegion, false);
+  // Lane 0 is never read: it keeps the few frames that its socket holds.
   std::uint64_t came = 0;
   while (const auto frame = prefill.readers[1].next(milliseconds(200))) came += frame->header.n_pages;
-  CHECK(came >= (1 << 20) - 64 * 4096);
-  CHECK(came < 1 << 20);
+  CHECK(came >= kPages - 32 * kPagesPerFrame);
+  CHECK(came < kPages);
 }
 
 }  // namespace

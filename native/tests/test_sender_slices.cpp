@@ -74,6 +74,35 @@ TEST_CASE("a page that changed between the write and the coming of a reader of i
   CHECK(prefill.readers[0].until_record(101).size() == 1);
 }
 
+// A lane that checks a huge page, which takes it a while, when its leg is ended in one way or another.
+void end_while_reading(const auto& end) {
+  constexpr std::uint64_t kHuge = 64 << 20;
+  const Source source({{1, kHuge, 1}});
+  Prefill prefill(source.map);
+  const auto grant = prefill.sender.grant(1);
+  grant->write(0, range(0, 1), range(0, 1), kFirstRegion, false);
+  attach(*grant, {}, {half_rows(0, 1, kHuge / 2, 0)},
+         {{.group = 0, .tokens_per_page = 64, .first_token = 0, .logical = {0}}});
+  std::this_thread::sleep_for(milliseconds(5));
+  end(prefill, *grant);
+  // Whoever still reads it faults.
+  source.memories[0]->forbid();
+  std::this_thread::sleep_for(milliseconds(50));
+}
+
+TEST_CASE("an abort while a lane reads a page is reported when it has stopped reading, and not before") {
+  end_while_reading([](Prefill& prefill, SourceGrant& grant) {
+    grant.close_admission(kSession, 100);
+    prefill.drained_counts();
+  });
+}
+
+TEST_CASE("detaching a leg, closing its grant or its session waits for a lane that reads a page") {
+  end_while_reading([](Prefill&, SourceGrant& grant) { grant.detach(kSession, 100); });
+  end_while_reading([](Prefill&, SourceGrant& grant) { grant.close(); });
+  end_while_reading([](Prefill& prefill, SourceGrant&) { prefill.sender.close_session(kSession, kGeneration); });
+}
+
 TEST_CASE("a page that changed after the write is sent under the digest it had, for the reader to refuse") {
   const Source source({{1, kPage, 8}});
   Prefill prefill(source.map);
