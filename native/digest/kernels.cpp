@@ -46,14 +46,15 @@ void read(std::uint64_t* acc, const unsigned char* src, std::size_t stripes, uns
   }
 }
 
-// A block at a time, so that what is hashed is still in the first-level cache when it is copied.
+// A block at a time, so that it is still in the first-level cache when it is hashed. What was stored is hashed: the source
+// may change in between. (A shifted destination comes with a source of our own, see kernels.hpp.)
 void stream(std::uint64_t* acc, unsigned char* dst, const unsigned char* src, std::size_t stripes, unsigned first,
             std::size_t shift) noexcept {
   while (stripes > 0) {
     const std::size_t room = kStripesPerBlock - first;
     const std::size_t taken = stripes < room ? stripes : room;
-    read(acc, src, taken, first);
     std::memcpy(dst + shift, src + shift, taken * kStripe);
+    read(acc, shift == 0 ? dst : src, taken, first);
     src += taken * kStripe;
     dst += taken * kStripe;
     stripes -= taken;

@@ -20,11 +20,11 @@ inline constexpr std::uint64_t kPrime32_1 = 0x9E3779B1U;
 struct Kernels {
   const char* name;
   void (*read)(std::uint64_t* acc, const unsigned char* src, std::size_t stripes, unsigned first) noexcept;
-  // Also copies the stripes to dst.
+  // Also copies the stripes to dst. src is read once: what is hashed is what is stored.
   void (*copy)(std::uint64_t* acc, unsigned char* dst, const unsigned char* src, std::size_t stripes,
                unsigned first) noexcept;
   // The same past the caches, for a dst that is `shift` bytes (0..63) short of 64-byte alignment: what is copied is
-  // [shift, shift + 64 * stripes) of src. No store fence.
+  // [shift, shift + 64 * stripes) of src, and with a shift src is read twice, so it must not change. No store fence.
   void (*stream)(std::uint64_t* acc, unsigned char* dst, const unsigned char* src, std::size_t stripes, unsigned first,
                  std::size_t shift) noexcept;
 };

@@ -22,6 +22,7 @@ struct Sums {
   KVX_TARGET Sums() noexcept : products(_mm512_setzero_si512()), words(products), last(products) {}
   KVX_TARGET void add(const unsigned char* stripe, const unsigned char* secret) noexcept {
     last = _mm512_loadu_si512(stripe);
+    __asm__("" : "+v"(last));  // one load: the compiler must not fetch a source that may change a second time
     const __m512i keyed = _mm512_xor_si512(last, _mm512_loadu_si512(secret));
     products = _mm512_add_epi64(products, _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32)));
     words = _mm512_add_epi64(words, last);
@@ -74,6 +75,7 @@ struct Sums {
   KVX_TARGET void add(const unsigned char* stripe, const unsigned char* secret) noexcept {
     for (int h = 0; h < 2; ++h) {
       last[h] = load(stripe + 32 * h);
+      __asm__("" : "+x"(last[h]));  // one load, as above
       const __m256i keyed = _mm256_xor_si256(last[h], load(secret + 32 * h));
       products[h] = _mm256_add_epi64(products[h], _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32)));
       words[h] = _mm256_add_epi64(words[h], last[h]);

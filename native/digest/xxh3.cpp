@@ -132,24 +132,52 @@ std::uint64_t finish(std::uint64_t* acc, Bytes last, std::uint64_t total) noexce
   return avalanche(h);
 }
 
-// Accumulates the stripes of [src, src + n), all but its last 1 to 64 bytes, and copies all n bytes.
-void copy_stripes(const Kernels& kernels, std::uint64_t* acc, unsigned char* dst, Bytes src, std::size_t n,
-                  unsigned first, std::size_t stream_from) noexcept {
-  std::size_t stripes = (n - 1) / kStripe;
-  if (n < stream_from) {
-    kernels.copy(acc, dst, src, stripes, first);
-    std::memcpy(dst + stripes * kStripe, src + stripes * kStripe, n - stripes * kStripe);
-    return;
+// The same as kernels.stream for a dst that is not aligned to a stripe. What is stored and what is hashed are then loaded
+// at different offsets, so the source goes through a stage: it may change under us, and is read once.
+void stream_staged(const Kernels& kernels, std::uint64_t* acc, unsigned char* dst, Bytes src, std::size_t stripes,
+                   unsigned first, std::size_t shift) noexcept {
+  constexpr std::size_t kStageStripes = 64;
+  alignas(kStripe) unsigned char stage[kStageStripes * kStripe];
+  while (stripes > 0) {
+    const std::size_t taken = stripes < kStageStripes ? stripes : kStageStripes;
+    const std::size_t bytes = taken * kStripe;
+    std::memcpy(stage, src, bytes);
+    std::memcpy(dst, stage, shift);
+    kernels.stream(acc, dst, stage, taken - 1, first, shift);
+    kernels.read(acc, stage + bytes - kStripe, 1, (first + taken - 1) % kStripesPerBlock);
+    const std::size_t streamed = shift + (taken - 1) * kStripe;
+    std::memcpy(dst + streamed, stage + streamed, bytes - streamed);
+    first = (first + taken) % kStripesPerBlock;
+    src += bytes;
+    dst += bytes;
+    stripes -= taken;
   }
-  const std::size_t shift = -reinterpret_cast<std::uintptr_t>(dst) % kStripe;
-  // The streamed range is shifted against the stripes and must not run past the end.
-  const bool overruns = stripes * kStripe + shift > n;
-  if (overruns) --stripes;
-  const std::size_t streamed = stripes * kStripe;
-  std::memcpy(dst, src, shift);
-  kernels.stream(acc, dst, src, stripes, first, shift);
-  if (overruns) kernels.read(acc, src + streamed, 1, (first + stripes) % kStripesPerBlock);
-  std::memcpy(dst + streamed + shift, src + streamed + shift, n - streamed - shift);
+}
+
+// Accumulates the stripes of [src, src + n), all but its last 1 to 64 bytes, and copies all n bytes. Every byte of src
+// is read once: what is hashed is what is stored. `last` receives the last stripe accumulated, if any, at 0, and the
+// rest at 64. Returns how many stripes there are.
+std::size_t copy_stripes(const Kernels& kernels, std::uint64_t* acc, unsigned char* dst, Bytes src, std::size_t n,
+                         unsigned first, std::size_t stream_from, unsigned char* last) noexcept {
+  const std::size_t stripes = (n - 1) / kStripe;
+  const std::size_t rest = n - stripes * kStripe;
+  if (stripes == 0) {
+    std::memcpy(last + kStripe, src, rest);
+  } else {
+    const std::size_t body = stripes - 1;
+    const std::size_t shift = -reinterpret_cast<std::uintptr_t>(dst) % kStripe;
+    if (n < stream_from) {
+      kernels.copy(acc, dst, src, body, first);
+    } else if (shift == 0) {
+      kernels.stream(acc, dst, src, body, first, 0);
+    } else {
+      stream_staged(kernels, acc, dst, src, body, first, shift);
+    }
+    std::memcpy(last, src + body * kStripe, kStripe + rest);
+    kernels.copy(acc, dst + body * kStripe, last, 1, (first + body) % kStripesPerBlock);
+  }
+  std::memcpy(dst + stripes * kStripe, last + kStripe, rest);
+  return stripes;
 }
 
 std::uint64_t copy_and_hash(unsigned char* dst, Bytes src, std::size_t n, std::size_t stream_from) noexcept {
@@ -159,8 +187,9 @@ std::uint64_t copy_and_hash(unsigned char* dst, Bytes src, std::size_t n, std::s
   }
   alignas(64) std::uint64_t acc[8];
   begin(acc);
-  copy_stripes(active_kernels(), acc, dst, src, n, 0, stream_from);
-  return finish(acc, src + n - kStripe, n);
+  unsigned char last[2 * kStripe];
+  const std::size_t stripes = copy_stripes(active_kernels(), acc, dst, src, n, 0, stream_from, last);
+  return finish(acc, last + (n - stripes * kStripe), n);
 }
 
 }  // namespace
@@ -202,9 +231,11 @@ void Hasher::feed(unsigned char* dst, const unsigned char* src, std::size_t n, s
   const Kernels& kernels = active_kernels();
   // Moves the next `taken` input bytes to `to` in the tail.
   const auto buffer = [&](std::size_t to, std::size_t taken) {
-    if constexpr (copying) std::memcpy(dst, src, taken);
     std::memcpy(tail_ + to, src, taken);
-    if constexpr (copying) dst += taken;
+    if constexpr (copying) {
+      std::memcpy(dst, tail_ + to, taken);
+      dst += taken;
+    }
     src += taken;
     n -= taken;
     total_bytes_ += taken;
@@ -230,18 +261,19 @@ void Hasher::feed(unsigned char* dst, const unsigned char* src, std::size_t n, s
     std::memcpy(tail_, tail_ + kStripe, kStripe);
   }
 
-  const std::size_t stripes = (n - 1) / kStripe;
   const unsigned first = (total_bytes_ / kStripe) % kStripesPerBlock;
   if constexpr (copying) {
-    copy_stripes(kernels, acc_, dst, src, n, first, stream_from);
+    const std::size_t stripes = copy_stripes(kernels, acc_, dst, src, n, first, stream_from, tail_);
+    tail_bytes_ = n - stripes * kStripe;
   } else {
+    const std::size_t stripes = (n - 1) / kStripe;
     kernels.read(acc_, src, stripes, first);
-  }
-  tail_bytes_ = n - stripes * kStripe;
-  if (stripes > 0) {
-    std::memcpy(tail_, src + (stripes - 1) * kStripe, kStripe + tail_bytes_);
-  } else {
-    std::memcpy(tail_ + kStripe, src, tail_bytes_);
+    tail_bytes_ = n - stripes * kStripe;
+    if (stripes > 0) {
+      std::memcpy(tail_, src + (stripes - 1) * kStripe, kStripe + tail_bytes_);
+    } else {
+      std::memcpy(tail_ + kStripe, src, tail_bytes_);
+    }
   }
   total_bytes_ += n;
 }

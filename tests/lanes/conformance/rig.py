@@ -101,13 +101,13 @@ class Rig(ByHand):
         return [[(region.ctypes.data, self.page_bytes, self.page_bytes, self.n_pages) for region in array]]
 
     def _take_lane(self, lane: LaneConnection) -> None:
-        self.taken.append(lane)
         if self.sender is not None:
             self.sender.add_lane(lane.session, lane.generation, lane.lane, lane.kind, lane.fd)
-            return
-        wire = socket.socket(fileno=lane.fd)
-        wire.settimeout(DEADLINE_S)
-        self.wires[lane.lane] = wire
+        else:
+            wire = socket.socket(fileno=lane.fd)
+            wire.settimeout(DEADLINE_S)
+            self.wires[lane.lane] = wire
+        self.taken.append(lane)  # last: whoever waits for it finds the lane in place
 
     def _serve(self) -> LaneOffer:
         self.listener.serve(SESSION, self.epoch, GENERATION, self.secret, {self.kind: self.n_lanes})
