@@ -70,6 +70,8 @@ class DecodeExecutor(Endpoint):
         self._handoffs: dict[int, Handoff] = {}
         self._links: dict[int, _Link] = {}
         self._by_fd: dict[int, _Link] = {}
+        # The receiver that a leg was opened on: it outlives its fence, for the report of a leg that had landed whole.
+        self._legs: dict[tuple[int, int, int], _native.Receiver] = {}
         self._max_record_bytes = max_record_bytes(pool.geometry)
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
         self._core = DecodeCore(self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity())
@@ -263,15 +265,13 @@ class DecodeExecutor(Endpoint):
         for number in range(len(connected)):
             self._drive(self._core.lane_up(now, action.session, action.generation, number, kind))
 
-    def _receiver(self, session: int) -> _native.Receiver | None:
-        link = self._links.get(session)
-        return None if link is None else link.receiver
-
     def _open_leg(self, action: act.OpenLeg) -> None:
         spec = action.spec
-        receiver = self._receiver(spec.session)
-        if receiver is None:
+        link = self._links.get(spec.session)
+        if link is None or link.receiver is None:
             return
+        receiver = link.receiver
+        self._legs[spec.session, spec.reservation, spec.leg] = receiver
         groups = [
             (
                 group.group,
@@ -284,8 +284,8 @@ class DecodeExecutor(Endpoint):
         receiver.open_leg(spec.reservation, spec.leg, spec.verify == "digest", spec.slices, groups)
 
     def _revoke(self, action: act.Revoke) -> Sequence[Action]:
-        receiver = self._receiver(action.session)
-        if receiver is not None:
+        receiver = self._legs.get((action.session, action.reservation, action.leg))
+        if receiver is not None:  # else it was never opened: nothing was offered
             receiver.revoke(action.reservation, action.leg)
         return self._core.revoked(self._now(), action.session, action.reservation, action.leg)
 
@@ -295,8 +295,7 @@ class DecodeExecutor(Endpoint):
             link.wanted_generation = -1
         if link is None or link.receiver is None or link.generation != action.generation:
             # A session's socket closes only after its receiver was fenced, and a generation that was never installed
-            # has
-            # no means to write.
+            # has no means to write.
             return self._core.fenced(self._now(), action.session, action.generation)
         self._fences.submit(self._fence_now, link, link.receiver, action)
         return None
@@ -316,7 +315,6 @@ class DecodeExecutor(Endpoint):
             for completion in self._completions.poll():
                 self._complete(self._now(), *completion)
             self._drive(self._core.fenced(self._now(), action.session, action.generation))
-            # Only now: until the core knows of the fence, Revoke must still find the receiver.
             if link.receiver is receiver:
                 link.receiver = None
             self._rearm()
@@ -327,7 +325,7 @@ class DecodeExecutor(Endpoint):
     def _verify(self, action: act.Verify) -> Sequence[Action]:
         reports: dict[tuple[int, int], LegReport] = {}
         for session, leg in action.legs:
-            receiver = self._receiver(session)
+            receiver = self._legs.get((session, action.reservation, leg))
             if receiver is None:
                 continue
             bitmaps, folds, violations, bytes_landed = receiver.report(action.reservation, leg)
@@ -340,7 +338,7 @@ class DecodeExecutor(Endpoint):
             _native.zero_runs(bases, runs, stride, nbytes)
 
     def _forget_leg(self, action: act.ForgetLeg) -> None:
-        receiver = self._receiver(action.session)
+        receiver = self._legs.pop((action.session, action.reservation, action.leg), None)
         if receiver is not None:
             receiver.forget(action.reservation, action.leg)
 
