@@ -230,9 +230,33 @@ def test_a_rank_is_listed_once(ends: Any) -> None:
         job.reserve(prefill=[])
 
 
+def test_a_leg_that_had_arrived_whole_counts_although_its_prefill_is_gone_before_the_others_finish(ends: Any) -> None:
+    job = Job(ends, [stage("l0", "l1"), stage("l2")], [stage("l0", "l1", "l2")])
+    handoff = job.reserve()
+    grants = job.accept()
+    job.write(0, grants[0])
+    grants[0].commit(N_TOKENS, b"aux")
+    assert grants[0].wait_released(10)  # every byte and the record have left
+    ends.until(lambda: _records(job.decodes[0], handoff) >= 1)
+    job.prefills[0].close()
+    ends.until(lambda: job.decodes[0].counters().get("fence", 0) >= 1)
+    job.write(1, grants[1])
+    grants[1].commit(N_TOKENS)
+    assert handoff.wait(10).aux == b"aux"
+    for leg, layer in ((0, "l0"), (0, "l1"), (1, "l2")):
+        sent = job.sources[leg].tensor("kv", layer)[SOURCE]
+        np.testing.assert_array_equal(job.targets[0].tensor("kv", layer)[TARGET], sent)
+
+
 def _tables(pool: PagePool, pages: list[int]) -> dict[str, Pages]:
     tables = {}
     for group in pool.geometry.groups:
         count = N_TOKENS // group.tokens_per_page
         tables[group.name] = Pages(range(count), pages[:count], first_token=0, n_tokens=N_TOKENS)
     return tables
+
+
+def _records(decode: Any, handoff: Any) -> int:
+    """Records that decode has heard of, over all legs of a handoff."""
+    legs = decode._core._reservations[handoff.reservation].legs
+    return sum(len(leg.records) for leg in legs)
