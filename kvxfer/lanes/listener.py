@@ -89,6 +89,8 @@ class LaneListener:
         self._accept_again_at: float | None = None
         self._addresses: dict[str, tuple[str, ...]] = {LOCAL: (), TCP: ()}
         self._closed = False
+        self._ending = threading.Lock()  # whoever wakes the thread must find its descriptor, and not somebody else's
+        self._ended = False
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -131,8 +133,10 @@ class LaneListener:
         """Closes all listening and unproven sockets and ends the thread. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        os.eventfd_write(self._wake_fd, 1)
+        with self._ending:
+            self._closed = True
+            if not self._ended:
+                os.eventfd_write(self._wake_fd, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_TIMEOUT_S)
 
@@ -195,7 +199,9 @@ class LaneListener:
             if not self._closed:
                 _LOG.exception("kvxfer: the lane listener ended; no new lane is taken")
         finally:
-            self._close_descriptors()
+            with self._ending:
+                self._ended = True
+                self._close_descriptors()
 
     def _timeout_s(self) -> float | None:
         deadlines = [pending.deadline for pending in self._pending.values()]
