@@ -25,23 +25,17 @@ class AuditTrail:
         self._side = side
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._lines: deque[dict[str, Any]] = deque(maxlen=keep)
+        # Kept as it came: most lines are pushed out by later ones before anybody reads them.
+        self._kept: deque[tuple[float, Audit]] = deque(maxlen=keep)
 
     def note(self, audit: Audit) -> None:
-        line: dict[str, Any] = {"time_s": time.time(), "side": self._side, "event": audit.event}
-        if audit.session is not None:
-            line["session"] = audit.session
-        if audit.reservation is not None:
-            line["reservation"] = f"{audit.reservation:016x}"
-        if audit.leg is not None:
-            line["leg"] = audit.leg
-        line.update(audit.fields)
+        event, now_s = audit.event, time.time()
         with self._lock:
-            self._counts[audit.event] += 1
-            self._lines.append(line)
-        level = logging.DEBUG if audit.event in _QUIET else logging.WARNING
+            self._counts[event] += 1
+            self._kept.append((now_s, audit))
+        level = logging.DEBUG if event in _QUIET else logging.WARNING
         if _LOG.isEnabledFor(level):
-            _LOG.log(level, "%s", json.dumps(line, default=str))
+            _LOG.log(level, "%s", json.dumps(self._line(now_s, audit), default=str))
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -50,4 +44,15 @@ class AuditTrail:
     def lines(self) -> list[dict[str, Any]]:
         """The last lines, oldest first."""
         with self._lock:
-            return list(self._lines)
+            kept = list(self._kept)
+        return [self._line(time_s, audit) for time_s, audit in kept]
+
+    def _line(self, time_s: float, audit: Audit) -> dict[str, Any]:
+        line: dict[str, Any] = {"time_s": time_s, "side": self._side, "event": audit.event}
+        if audit.session is not None:
+            line["session"] = audit.session
+        if audit.reservation is not None:
+            line["reservation"] = f"{audit.reservation:016x}"
+        if audit.leg is not None:
+            line["leg"] = audit.leg
+        return line | audit.fields

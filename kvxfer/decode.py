@@ -185,11 +185,11 @@ class DecodeEndpoint(DecodeExecutor):
             handoff._released = True
         if action.kind in ("ready", "released"):
             del self._handoffs[action.key]
+        told = False
         if action.kind in ("ready", "failed"):
-            for callback in handoff._callbacks:
-                callback()
-            handoff._callbacks.clear()
-        return handoff.tag, False
+            told = bool(handoff._waiters)  # it is in a wait call, which reports this and nothing else
+            handoff._ended()
+        return handoff.tag, told
 
     def _explained(self, error: KvxferError | None) -> KvxferError | None:
         """Adds what the socket knows of a peer that did not answer."""

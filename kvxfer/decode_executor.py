@@ -72,6 +72,7 @@ class DecodeExecutor(Endpoint):
         self._by_fd: dict[int, _Link] = {}
         # The receiver that a leg was opened on: it outlives its fence, for the report of a leg that had landed whole.
         self._legs: dict[tuple[int, int, int], _native.Receiver] = {}
+        self._used: set[int] = set()  # sessions whose sockets were used since they were last asked for frames
         self._max_record_bytes = max_record_bytes(pool.geometry)
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
         self._core = DecodeCore(self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity())
@@ -99,9 +100,8 @@ class DecodeExecutor(Endpoint):
             if self._closed:
                 return None
             now = self._now()
-            completions_fd = self._completions.fileno()
             for fd in ready:
-                if fd == completions_fd:
+                if fd == self._completions_fd:
                     for completion in self._completions.poll():
                         self._complete(now, *completion)
                 elif (link := self._by_fd.get(fd)) is not None:
@@ -113,30 +113,30 @@ class DecodeExecutor(Endpoint):
                 self._flush(now)
                 deadline = self._core.next_deadline()
             self._next_tick = deadline
-            if not self._driving:
+            if self._closing:
                 self._changed.notify_all()
             return deadline
 
     def _flush(self, now: float) -> None:
         # A send may swallow the edge that announced a frame: ask every socket that was used.
-        again = True
-        while again:
-            again = False
-            for link in list(self._links.values()):
-                if link.client.pending():
-                    self._receive(now, link)
-                    again = True
+        while self._used:
+            link = self._links.get(self._used.pop())
+            if link is not None and link.client.pending():
+                self._receive(now, link)
 
     def _rearm(self) -> None:
         """After a call from the engine's thread: the I/O thread may have less time than it thinks, or frames to
         read."""
         deadline = self._core.next_deadline()
         sooner = deadline is not None and (self._next_tick is None or deadline < self._next_tick)
-        if sooner or any(link.client.pending() for link in self._links.values()):
+        if sooner or any(session in self._links and self._links[session].client.pending() for session in self._used):
             self._next_tick = deadline
             self._reactor.wake()
+        else:
+            self._used.clear()
 
     def _receive(self, now: float, link: _Link) -> None:
+        self._used.add(link.session)  # there may be more than one batch
         for frame in link.client.receive():
             if isinstance(frame, Refused):
                 self._trail.note(
@@ -179,6 +179,7 @@ class DecodeExecutor(Endpoint):
         link = self._links.get(action.session)
         if link is not None:
             link.client.send(codec.encode(action.epoch, action.sequence, action.message))
+            self._used.add(action.session)
 
     def _close_session(self, action: act.CloseSession) -> None:
         link = self._links.pop(action.session, None)

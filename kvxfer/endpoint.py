@@ -43,6 +43,7 @@ class Endpoint(ABC):
         self._events = EventQueue()
         self._trail = AuditTrail(side)
         self._completions = _native.CompletionQueue()
+        self._completions_fd = self._completions.fileno()
         self._reactor = Reactor(f"kvxfer-{side}", self._on_wake)
         self._actions: deque[Action] = deque()
         self._driving = False
@@ -133,15 +134,15 @@ class Endpoint(ABC):
         self._trail.note(action)
 
     def _do_notify(self, action: Notify) -> None:
-        tag, told_already = self._settle(action)
-        if not told_already:
+        tag, told = self._settle(action)
+        if not told:
             self._events.push(action.key, Event(action.kind, tag, action.request_id, action.error))
         self._changed.notify_all()
 
     @abstractmethod
     def _settle(self, action: Notify) -> tuple[Any, bool]:
-        """Tells the handoff or grant of its event; returns the caller's tag, and whether a wait call has told it
-        all."""
+        """Tells the handoff or grant of its event; returns the caller's tag, and whether a wait call has told, or
+        will tell, its caller."""
 
     @abstractmethod
     def _on_wake(self, ready: list[int]) -> float | None: ...

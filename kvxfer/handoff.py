@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
@@ -104,6 +105,7 @@ class Handoff(_Sealed):
         "_ready",
         "_released",
         "_reservation",
+        "_waiters",
         "request_id",
         "tag",
     )
@@ -128,6 +130,7 @@ class Handoff(_Sealed):
         self._error: KvxferError | None = None
         self._released = False
         self._callbacks: list[Callable[[], None]] = []
+        self._waiters: list[threading.Lock] = []  # one for each wait call under way, held until the end comes
 
     @property
     def reservation(self) -> int:
@@ -159,9 +162,8 @@ class Handoff(_Sealed):
         Raises the handoff's error if it failed, DeadlineExceeded if it is still under way after ``timeout_s`` seconds
         (the handoff goes on: wait again, or abort), Closed after ``close()``.
         """
-        endpoint = self._endpoint
-        endpoint._check_process()
-        if not endpoint._wait_until(self._final, timeout_s):
+        self._endpoint._check_process()
+        if not self._final() and not self._await_end(timeout_s):
             raise DeadlineExceeded(
                 "the handoff is still under way; wait again or abort it",
                 reservation=self._reservation,
@@ -202,6 +204,32 @@ class Handoff(_Sealed):
         if reached:
             endpoint._events.consume(self._reservation, "failed", "released")
         return reached
+
+    def _await_end(self, timeout_s: float) -> bool:
+        """False when the time is up. A lock of its own: the end wakes this caller alone, and it need not get hold of
+        the endpoint's, which the I/O thread still uses then."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        lock = self._endpoint._lock
+        with lock:
+            if self._final():
+                return True
+            self._waiters.append(waiter)
+        if waiter.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+            return True
+        with lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            return self._final()
+
+    def _ended(self) -> None:
+        """Called once, with the endpoint's lock held, when the outcome is known."""
+        for waiter in self._waiters:
+            waiter.release()
+        self._waiters.clear()
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()
 
     def _final(self) -> bool:
         return self._ready is not None or self._error is not None

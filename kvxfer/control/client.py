@@ -8,7 +8,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvxfer.control.inbox import MAX_BATCH, judge, set_common_options
+from kvxfer.control.inbox import MAX_BATCH, judge, readable, receive_parts, set_common_options
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.loopback import dial_address
@@ -75,16 +75,15 @@ class ControlClient:
 
     def pending(self) -> bool:
         """True if ``receive`` would return something now."""
-        return bool(int(self._require().getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return readable(self._require())
 
     def receive(self) -> list[Answer | Refused]:
         """At most 64 messages and refusals that wait now; never blocks."""
         socket = self._require()
         batch: list[Answer | Refused] = []
-        while len(batch) < MAX_BATCH:
-            try:
-                parts = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
+        while len(batch) < MAX_BATCH and readable(socket):
+            parts = receive_parts(socket)
+            if parts is None:
                 break
             found = judge(parts, b"", self._limits)
             batch.append(found if isinstance(found, Refused) else Answer(found.epoch, found.sequence, found.message))

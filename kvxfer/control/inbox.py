@@ -13,6 +13,8 @@ from kvxfer.errors import ProtocolViolation
 from kvxfer.protocol.messages import Message
 
 MAX_BATCH = 64
+# Plain integers: an enum's operators cost more than the calls that take them.
+_DONTWAIT, _EVENTS, _POLLIN, _RCVMORE = int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
 class Received(NamedTuple):
@@ -32,6 +34,24 @@ def judge(parts: list[bytes], route: bytes, limits: Limits) -> Received | Refuse
         return Received(route, *decode(parts[0], limits))
     except ProtocolViolation as refusal:
         return Refused(str(refusal.details.get("kind", "malformed")), route, refusal.message)
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits. Asking is cheaper than the exception that tells of an empty socket."""
+    events = socket.get(_EVENTS)
+    assert isinstance(events, int)
+    return bool(events & _POLLIN)
+
+
+def receive_parts(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """One message that waits, or None. Never blocks."""
+    try:
+        parts = [socket.recv(_DONTWAIT)]
+        while socket.get(_RCVMORE):
+            parts.append(socket.recv(_DONTWAIT))
+    except zmq.Again:
+        return None
+    return parts
 
 
 def set_common_options(socket: zmq.Socket[bytes], limits: Limits, hwm: int) -> None:
