@@ -18,8 +18,11 @@ from kvxfer import DecodeEndpoint, Grant, Handoff, PrefillEndpoint
 from kvxfer.errors import KvxferError
 
 
-def _support() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("endpoint_support", Path(__file__).with_name("conftest.py"))
+HERE = Path(__file__).parent
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -27,7 +30,7 @@ def _support() -> ModuleType:
     return module
 
 
-support = _support()
+support = _load("endpoint_support", HERE / "conftest.py")
 WAIT_S = support.WAIT_S
 
 
@@ -107,13 +110,16 @@ class Prefill:
 
 
 class Decode:
-    def __init__(self, lane: str, pages: int = support.PAGES, **config: Any) -> None:
+    def __init__(self, lane: str, pages: int = support.PAGES, without_readv: bool = False, **config: Any) -> None:
+        """``without_readv``: the kernel forbids ``process_vm_readv``, and tcp lanes are taken too."""
+        self.unavailable = _forbid_readv() if without_readv else ""
         self.side = support.Side(pages=pages)
-        self.endpoint = DecodeEndpoint(self.side.pool, lane_kinds=("tcp" if lane == "tcp" else "local",), **config)
+        kinds = ("local", "tcp") if without_readv else ("tcp" if lane == "tcp" else "local",)
+        self.endpoint = DecodeEndpoint(self.side.pool, lane_kinds=kinds, **config)
         self.handoffs: dict[str, Handoff] = {}
 
     def hello(self) -> dict[str, Any]:
-        return {}
+        return {"unavailable": self.unavailable}
 
     def reserve(
         self, request_id: str, pages: list[int], n_tokens: int, prefill: str, timeout_s: float = WAIT_S, **more: Any
@@ -134,6 +140,19 @@ class Decode:
 
     def counters(self) -> dict[str, int]:
         return self.endpoint.counters()
+
+    def audit_lines(self) -> list[dict[str, Any]]:
+        return self.endpoint.audit_lines()
+
+
+def _forbid_readv() -> str:
+    """Forbids the system call to this process; says why where that cannot be done."""
+    filters = _load("dial_without_readv", HERE.parent / "lanes" / "dial_without_readv.py")
+    try:
+        filters.forbid_process_vm_readv()
+    except (OSError, KeyError) as cause:
+        return str(cause)
+    return ""
 
 
 def main() -> None:
