@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvxfer import _native, hosts
 from kvxfer.compatibility import compatible
 from kvxfer.control import codec
+from kvxfer.control.inbox import MAX_BATCH
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.refused import Refused
@@ -108,6 +109,9 @@ class PrefillExecutor(Endpoint):
         }
         self._reactor.watch(self._completions.fileno())
         self._reactor.watch(self._server.fileno())
+        self._monitor_fd = self._server.monitor_fileno()
+        self._more_broken_handshakes = False
+        self._reactor.watch(self._monitor_fd)
         self._reactor.start()
 
     # ---- public ------------------------------------------------------------------------------------------------------
@@ -133,9 +137,11 @@ class PrefillExecutor(Endpoint):
             if self._closed:
                 return None
             now = self._now()
-            if self._completions.fileno() in ready:
+            if self._completions_fd in ready:
                 for completion in self._completions.poll():
                     self._complete(now, *completion)
+            if self._monitor_fd in ready or self._more_broken_handshakes:
+                self._note_broken_handshakes()
             while self._server.pending():
                 self._receive(now)
             deadline = self._core.next_deadline()
@@ -145,7 +151,8 @@ class PrefillExecutor(Endpoint):
                     self._receive(now)
                 deadline = self._core.next_deadline()
             self._next_tick = deadline
-            self._changed.notify_all()
+            if self._closing:
+                self._changed.notify_all()
             return deadline
 
     def _rearm(self) -> None:
@@ -160,10 +167,22 @@ class PrefillExecutor(Endpoint):
     def _receive(self, now: float) -> None:
         for frame in self._server.receive():
             if isinstance(frame, Refused):
-                self._trail.note(Audit("refused_frame", fields={"kind": frame.kind, "detail": frame.detail}))
+                self._refuse_frame(frame)
                 continue
             route, epoch, sequence, message = frame
             self._drive(self._core.message(now, route, epoch, sequence, message))
+
+    def _note_broken_handshakes(self) -> None:
+        broken = self._server.broken_handshakes()
+        for refused in broken:
+            self._refuse_frame(refused)
+        # Whoever knocks without end must not keep us from the others, and the descriptor does not speak twice.
+        self._more_broken_handshakes = len(broken) == MAX_BATCH
+        if self._more_broken_handshakes:
+            self._reactor.wake()
+
+    def _refuse_frame(self, refused: Refused) -> None:
+        self._trail.note(Audit("refused_frame", fields={"kind": refused.kind, "detail": refused.detail}))
 
     def _complete(
         self, now: float, kind: int, session: int, generation: int, lane: int, reservation: int, leg: int, data: bytes
@@ -398,6 +417,7 @@ class PrefillExecutor(Endpoint):
                 return
             self._closed = True
             self._reactor.forget(self._server.fileno())
+            self._reactor.forget(self._monitor_fd)
             self._server.close()
         self._listener.close()
         self._sender.close()

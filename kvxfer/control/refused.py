@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Refused(NamedTuple):
     """A frame or peer that was refused and changed nothing. ``kind``: oversize, header, version, unknown, malformed,
-    parts, unauthorised."""
+    parts, unauthorised, handshake."""
 
     kind: str
     route: bytes

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from kvxfer.control.inbox import MAX_BATCH, Received, judge, set_common_options
+from kvxfer.control.inbox import MAX_BATCH, Received, judge, readable, receive_parts, set_common_options
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.loopback import bind_addresses
@@ -20,6 +21,13 @@ from kvxfer.hosts import Address, outward_ip
 
 _HWM = 1024
 _BIND_ATTEMPTS = 16
+# A key that is not authorised is reported by the guard, which knows it; these peers did not even come so far.
+_BROKEN_HANDSHAKES = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the connection ended during the security handshake",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the peer does not speak our security, or has no key that it proves",
+}
+_DONTWAIT = int(zmq.DONTWAIT)
+_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class ControlServer:
@@ -54,10 +62,12 @@ class ControlServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard: KeyGuard | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
         try:
             if keys is not None:
                 self._guard = KeyGuard(self._context, keys.authorised, self._on_denied)
             self._socket, self._bound = self._open(addresses, keys, bind)
+            self._monitor = self._watch_handshakes(self._socket)
         except BaseException:
             self.close()
             raise
@@ -92,9 +102,24 @@ class ControlServer:
     def fileno(self) -> int:
         return int(self._require().getsockopt(zmq.FD))
 
+    def monitor_fileno(self) -> int:
+        """Readable, in the same way, when ``broken_handshakes`` would return something."""
+        self._require()
+        assert self._monitor is not None
+        return int(self._monitor.getsockopt(zmq.FD))
+
+    def broken_handshakes(self) -> list[Refused]:
+        """At most 64 peers that failed the security handshake; never blocks. Fewer than 64: there are no more."""
+        found: list[Refused] = []
+        while self._monitor is not None and len(found) < MAX_BATCH and readable(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
+            if event in _BROKEN_HANDSHAKES:
+                found.append(Refused("handshake", b"", _BROKEN_HANDSHAKES[event]))
+        return found
+
     def pending(self) -> bool:
         """True if ``receive`` would return something now."""
-        return bool(self._denied) or bool(int(self._require().getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(self._denied) or readable(self._require())
 
     def receive(self) -> list[Received | Refused]:
         """At most 64 messages and refusals that wait now; never blocks."""
@@ -106,7 +131,9 @@ class ControlServer:
         Raises PeerLost where nobody is connected under ``route``.
         """
         try:
-            self._require().send_multipart([route, frame], zmq.DONTWAIT)
+            socket = self._require()
+            socket.send(route, _MORE)
+            socket.send(frame, _DONTWAIT)
         except zmq.Again:
             return False
         except zmq.ZMQError as cause:
@@ -117,6 +144,10 @@ class ControlServer:
 
     def close(self) -> None:
         """Closes the socket with no linger and ends the key guard. Idempotent."""
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and self._socket is not None:
+            self._socket.disable_monitor()
+            monitor.close(0)
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
@@ -141,11 +172,21 @@ class ControlServer:
             while True:
                 yield self._denied.popleft()
         for _ in range(MAX_BATCH):
-            try:
-                route, *parts = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
+            parts = receive_parts(socket) if readable(socket) else None
+            if parts is None:
                 return
-            yield judge(parts, route, self._limits)
+            yield judge(parts[1:], parts[0], self._limits)
+
+    def _watch_handshakes(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        place = f"inproc://handshakes-{id(socket)}"
+        socket.monitor(place, sum(_BROKEN_HANDSHAKES))
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.LINGER, 0)
+        # libzmq's own thread waits where such a queue is full, and the socket with it; we empty it as it fills.
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect(place)
+        readable(monitor)  # the descriptor announces nothing before the socket was asked once
+        return monitor
 
     def _open(
         self, addresses: tuple[Address, ...], keys: Keys | None, bind: str

@@ -257,10 +257,17 @@ def test_an_unauthorised_key_delivers_nothing_and_is_counted() -> None:
         assert client.trouble() == "the peer does not authorise our key"
 
 
-def test_a_peer_without_keys_delivers_nothing_to_a_server_with_keys() -> None:
+def test_a_peer_without_keys_delivers_nothing_to_a_server_with_keys_and_is_counted() -> None:
     with serving(keys=PREFILL.trusting(DECODE.public)) as server, dialling(server.address) as client:
         assert refused_and_silent(server, client) == []
         assert "security" in str(client.trouble())
+        assert {refused.kind for refused in server.broken_handshakes()} == {"handshake"}
+
+
+def test_the_descriptor_announces_a_broken_handshake() -> None:
+    with serving(keys=PREFILL.trusting(DECODE.public)) as server, dialling(server.address):
+        assert select.select([server.monitor_fileno()], [], [], DEADLINE_S)[0]
+        assert soon(server.broken_handshakes)
 
 
 def test_a_peer_with_keys_says_nothing_to_a_server_without_them() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from kvxfer import DecodeEndpoint, Grant, Handoff, PrefillEndpoint
 from kvxfer.errors import KvxferError
 
-
 HERE = Path(__file__).parent
 
 
