@@ -80,4 +80,6 @@ def json_wanted(context: typer.Context, as_json: bool) -> bool:
 def kvxfer_error(error: KvxferError, status: int) -> CliError:
     """A library error as the command line shows it, with its numbers."""
     hint = "The same request may be tried again." if error.retryable else ""
-    return CliError(str(error), status=status, kind=type(error).__name__, hint=hint, **error.details)
+    shown = CliError(str(error), status=status, kind=type(error).__name__, hint=hint)
+    shown.details = dict(error.details)  # whatever their names are
+    return shown

@@ -87,3 +87,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(kvxfer, mo
     assert outcome.status == exit_codes.ENVIRONMENT
     assert outcome.document["error"]["details"]["package"] == package
     assert "pip install" in outcome.document["error"]["hint"]
+
+
+def test_an_error_may_carry_details_of_any_name() -> None:
+    from kvxfer.cli.output import kvxfer_error
+    from kvxfer.errors import PeerLost
+
+    shown = kvxfer_error(PeerLost("gone", status=-9, kind="x", hint="y"), 3)
+    assert (shown.status, shown.kind, shown.details) == (3, "PeerLost", {"status": -9, "kind": "x", "hint": "y"})
