@@ -8,7 +8,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvxfer.control.inbox import MAX_BATCH, judge, readable, receive_parts, set_common_options
+from kvxfer.control.inbox import MAX_BATCH, judge, readable, receive_parts, set_common_options, watch_connections
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.loopback import dial_address
@@ -137,9 +137,7 @@ class ControlClient:
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self._monitor = socket.get_monitor_socket(events=sum(_TROUBLE) | int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
-        self._monitor.setsockopt(zmq.LINGER, 0)
-        self._monitor.setsockopt(zmq.RCVHWM, MAX_BATCH)
+        self._monitor = watch_connections(socket, sum(_TROUBLE) | int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
 
 def _named(peer: str, resolved: Address) -> Address:

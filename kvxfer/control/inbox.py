@@ -54,6 +54,19 @@ def receive_parts(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     return parts
 
 
+def watch_connections(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """A socket that tells of ``events``. To end it: ``disable_monitor`` of the watched one, then close this one."""
+    place = f"inproc://kvxfer-events-{id(socket)}"
+    socket.monitor(place, events)
+    watcher = socket.context.socket(zmq.PAIR)
+    watcher.setsockopt(zmq.LINGER, 0)
+    # Where this queue is full libzmq's own thread waits, and whoever closes the watched socket waits for it.
+    watcher.setsockopt(zmq.RCVHWM, 0)
+    watcher.connect(place)
+    readable(watcher)  # its descriptor announces nothing before it was asked once
+    return watcher
+
+
 def set_common_options(socket: zmq.Socket[bytes], limits: Limits, hwm: int) -> None:
     """Bounds and time-outs that both ends share."""
     socket.setsockopt(zmq.LINGER, 0)

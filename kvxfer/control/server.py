@@ -10,7 +10,15 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvxfer.control.inbox import MAX_BATCH, Received, judge, readable, receive_parts, set_common_options
+from kvxfer.control.inbox import (
+    MAX_BATCH,
+    Received,
+    judge,
+    readable,
+    receive_parts,
+    set_common_options,
+    watch_connections,
+)
 from kvxfer.control.keys import Keys
 from kvxfer.control.limits import Limits
 from kvxfer.control.loopback import bind_addresses
@@ -67,7 +75,7 @@ class ControlServer:
             if keys is not None:
                 self._guard = KeyGuard(self._context, keys.authorised, self._on_denied)
             self._socket, self._bound = self._open(addresses, keys, bind)
-            self._monitor = self._watch_handshakes(self._socket)
+            self._monitor = watch_connections(self._socket, sum(_BROKEN_HANDSHAKES))
         except BaseException:
             self.close()
             raise
@@ -176,17 +184,6 @@ class ControlServer:
             if parts is None:
                 return
             yield judge(parts[1:], parts[0], self._limits)
-
-    def _watch_handshakes(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        place = f"inproc://handshakes-{id(socket)}"
-        socket.monitor(place, sum(_BROKEN_HANDSHAKES))
-        monitor = self._context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.LINGER, 0)
-        # libzmq's own thread waits where such a queue is full, and the socket with it; we empty it as it fills.
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(place)
-        readable(monitor)  # the descriptor announces nothing before the socket was asked once
-        return monitor
 
     def _open(
         self, addresses: tuple[Address, ...], keys: Keys | None, bind: str
