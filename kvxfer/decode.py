@@ -93,6 +93,7 @@ class DecodeEndpoint(DecodeExecutor):
             self._handoffs[reservation] = handoff
             self._drive(actions)
             self._rearm()
+            self._core.prepare(reservation)
         return handoff
 
     def decline(

@@ -92,6 +92,9 @@ class PageLedger:
         self._lock = threading.Lock()
         self._owner: list[U64] = [np.zeros(n, np.uint64) for n in sizes]
         self._state: list[npt.NDArray[np.uint8]] = [np.zeros(n, np.uint8) for n in sizes]
+        # The same memory, for single pages: an element takes a fraction of an array operation.
+        self._one_owner = [owners.data for owners in self._owner]
+        self._one_state = [states.data for states in self._state]
         self._held: dict[int, _Holding] = {}
         self._counts = [sum(sizes), 0, 0, 0]
 
@@ -122,8 +125,7 @@ class PageLedger:
             total = 0
             for space, array in wanted.items():
                 self._take_over(space, array)
-                self._owner[space][array] = owner
-                self._state[space][array] = _RESERVED
+                self._put(space, array, owner, _RESERVED)
                 total += len(array)
             self._counts[_RESERVED] += total
             self._held[owner] = _Holding({space: array.copy() for space, array in wanted.items()}, total)
@@ -149,7 +151,7 @@ class PageLedger:
                     reservation=owner,
                 )
             for space, array in self._still_held(owner, holding).items():
-                self._state[space][array] = to
+                self._put(space, array, owner, to)
             self._counts[holding.state] -= holding.remaining
             self._counts[to] += holding.remaining
             holding.state = to
@@ -232,6 +234,14 @@ class PageLedger:
 
     def _take_over(self, space: int, array: U64) -> None:
         """Strikes FREE and READY pages off the counts and off their former owners."""
+        if len(array) == 1:
+            page = int(array[0])
+            if self._one_state[space][page] == _READY:
+                self._counts[_READY] -= 1
+                self._give_up(self._one_owner[space][page], 1)
+            else:
+                self._counts[_FREE] -= 1
+            return
         ready = self._state[space][array] == _READY
         n_ready = int(np.count_nonzero(ready))
         self._counts[_FREE] -= len(array) - n_ready
@@ -240,10 +250,22 @@ class PageLedger:
         self._counts[_READY] -= n_ready
         owners = self._owner[space][array if n_ready == len(array) else array[ready]]
         for former, number in _tally(owners):
-            holding = self._held[former]
-            holding.remaining -= number
-            if holding.remaining == 0:
-                del self._held[former]
+            self._give_up(former, number)
+
+    def _give_up(self, former: int, number: int) -> None:
+        holding = self._held[former]
+        holding.remaining -= number
+        if holding.remaining == 0:
+            del self._held[former]
+
+    def _put(self, space: int, array: U64, owner: int, state: int) -> None:
+        if len(array) == 1:
+            page = int(array[0])
+            self._one_owner[space][page] = owner
+            self._one_state[space][page] = state
+        else:
+            self._owner[space][array] = owner
+            self._state[space][array] = state
 
     def _check_claim(self, owner: int, space: int, array: U64) -> None:
         self._check_free(space, array, "cannot be reserved", owner)
@@ -255,6 +277,8 @@ class PageLedger:
 
     def _check_free(self, space: int, array: U64, verb: str, owner: int | None = None) -> None:
         self._check_bounds(space, array)
+        if len(array) == 1 and not self._one_state[space][int(array[0])] & _MAY_BE_WRITTEN:
+            return
         states = self._state[space][array]
         taken = states & _MAY_BE_WRITTEN
         if not taken.any():
@@ -276,7 +300,7 @@ class PageLedger:
         if not 0 <= space < len(self._state):
             raise GeometryError(f"the pool has no id space {space}", id_spaces=len(self._state))
         size = len(self._state[space])
-        if len(array) and int(array.max()) >= size:
+        if len(array) and int(array[0] if len(array) == 1 else array.max()) >= size:
             raise GeometryError(f"page {int(array.max())} lies outside the pool", id_space=space, pages=size)
 
     def _check_page(self, space: int, page: int) -> None:

@@ -88,6 +88,13 @@ class DecodeCore(DecodeInbox):
         self._arm(reservation)
         return reservation.id, out
 
+    def prepare(self, reservation: int) -> None:
+        """Does ahead, while the peers work, what the judgement of a reservation that was offered will need."""
+        found = self._reservations.get(reservation)
+        if found is not None and found.state == states.OFFERED:
+            for leg in found.legs:
+                self._layout(leg)
+
     def extend(self, now: float, reservation: int, seconds: float) -> list[Action]:
         """Moves the deadline; nothing where the reservation has ended. Raises GeometryError for a senseless number."""
         if not 0 < seconds < float("inf"):

@@ -71,7 +71,7 @@ class DecodeEndings:
                 leg.generation,
                 leg.lanes,
                 leg.index == 0,
-                _layout(leg),
+                self._layout(leg),
                 leg.records,
                 reports[leg.session.id, leg.index],
             )
@@ -94,7 +94,7 @@ class DecodeEndings:
             "legs": len(legs),
             "lanes": sum(len(leg.lanes) for leg in legs),
             "pages": reservation.n_pages,
-            "chunks": sum(_layout(leg).n_chunks for leg in legs),
+            "chunks": sum(self._layout(leg).n_chunks for leg in legs),
             "bytes": nbytes,
             "reserved_at": reservation.reserved_at,
             "offered_at": reservation.offered_at,
@@ -124,6 +124,13 @@ class DecodeEndings:
                 leg.session.send(Done(reservation.id, leg.index), out)
         out.append(Audit("ready", reservation=reservation.id, fields={"pages": reservation.n_pages, "bytes": nbytes}))
         self._arm(reservation)
+
+    def _layout(self, leg: Leg) -> LegLayout:
+        """The leg's numbering, made when it is first needed: the offer does not wait for it."""
+        if leg.layout is None:
+            assert leg.table is not None
+            leg.layout = LegLayout(self.geometry.groups, leg.table, leg.groups, checked=True)
+        return leg.layout
 
     def _groups_with_a_tail(self, reservation: Reservation) -> tuple[ReserveGroup, ...]:
         """Groups that hold the last token's page, where it has slots past that token and its token axis is known."""
@@ -196,7 +203,7 @@ class DecodeEndings:
     def _finish_naming(self, now: float, reservation: Reservation, out: list[Action]) -> None:
         naming = reservation.naming
         assert naming is not None
-        layout = _layout(reservation.legs[naming.leg])
+        layout = self._layout(reservation.legs[naming.leg])
         landed, sent = reservation.landed_digests, reservation.sent_digests
         error = name_chunks(naming, layout, landed, sent, self._group_names)
         self._fail(now, reservation, error, out)
@@ -370,11 +377,6 @@ class DecodeEndings:
 
     def _refused(self, out: list[Action], why: str, leg: Leg) -> None:
         out.append(Audit("refused", leg.session.id, leg.reservation.id, leg.index, {"why": why}))
-
-
-def _layout(leg: Leg) -> LegLayout:
-    assert leg.layout is not None
-    return leg.layout
 
 
 def _error_of(cause: KvxferError, reservation: Reservation) -> KvxferError:

@@ -27,7 +27,7 @@ from kvxfer.protocol.config import DecodeConfig
 from kvxfer.protocol.decode_endings import DecodeEndings
 from kvxfer.protocol.decode_reservation import Leg, Reservation
 from kvxfer.protocol.decode_session import NO_NONCE, Session
-from kvxfer.protocol.leg import U64, LegLayout, SliceTable, page_fault
+from kvxfer.protocol.leg import U64, SliceTable, page_fault
 from kvxfer.protocol.messages import Bye, Hello, Refuse, Reserve, ReserveGroup, Welcome
 
 PageRequest = tuple[U64, U64, int | None, int | None]
@@ -36,6 +36,7 @@ PageRequest = tuple[U64, U64, int | None, int | None]
 Plan = Callable[[PoolGeometry, Sequence[PoolGeometry]], list[npt.NDArray[np.void]]]
 
 MAX_PLANS = 1024
+_U64 = np.dtype("<u8")
 REFUSALS: dict[str, type[KvxferError]] = {
     "incarnation": PeerRestarted,
     "unknown_epoch": PeerRestarted,
@@ -95,7 +96,7 @@ class DecodeOffers(DecodeEndings):
                 raise GeometryError(f"the pool has no group {index}", request_id=request_id)
             group = self.geometry.groups[index]
             want = pages[index]
-            logical, pool_pages = np.asarray(want[0], dtype="<u8"), np.asarray(want[1], dtype="<u8")
+            logical, pool_pages = np.asarray(want[0], _U64), np.asarray(want[1], _U64)
             first = _first(pages, want)
             if len(logical) > group.n_pages:
                 raise CapacityError(
@@ -308,7 +309,7 @@ class DecodeOffers(DecodeEndings):
             session.waiting.pop(reservation.id, None)
             session.legs[reservation.id] = leg
             groups = _groups_of_leg(reservation.groups, table)
-            leg.layout = LegLayout(self.geometry.groups, table, groups)
+            leg.table, leg.groups = table, groups
             leg.generation = session.generation
             leg.lanes = session.lanes
             leg.kind = session.kind

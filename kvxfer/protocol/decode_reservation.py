@@ -12,7 +12,7 @@ from kvxfer.errors import KvxferError, VerificationFailed
 from kvxfer.protocol.acceptance import Offer
 from kvxfer.protocol.actions import LegReport
 from kvxfer.protocol.decode_session import Session
-from kvxfer.protocol.leg import LegLayout
+from kvxfer.protocol.leg import LegLayout, SliceTable
 from kvxfer.protocol.messages import Reserve, ReserveGroup
 from kvxfer.protocol.record import Record
 
@@ -39,8 +39,8 @@ class Leg:
     """One leg as decode sees it. ``closed`` is None while its writer may write: else quiesced, revoked or fenced."""
 
     __slots__ = (
-        "abort_answered", "answered", "closed", "digests", "generation", "index", "kind", "lanes", "layout", "number",
-        "posted", "records", "reservation", "reserve", "revoke_asked", "session", "violated",
+        "abort_answered", "answered", "closed", "digests", "generation", "groups", "index", "kind", "lanes", "layout",
+        "number", "posted", "records", "reservation", "reserve", "revoke_asked", "session", "table", "violated",
     )  # fmt: skip
 
     def __init__(self, reservation: Reservation, index: int, session: Session) -> None:
@@ -50,7 +50,9 @@ class Leg:
         self.generation = -1
         self.lanes: tuple[int, ...] = ()
         self.kind = ""
-        self.layout: LegLayout | None = None
+        self.table: SliceTable | None = None
+        self.groups: tuple[ReserveGroup, ...] = ()
+        self.layout: LegLayout | None = None  # of the table and the groups, once somebody has asked
         self.number = -1  # of its RESERVE, kept when the RESERVE itself is dropped; -1: never offered
         self.reserve: Reserve | None = None
         self.answered = False
@@ -184,7 +186,8 @@ class Reservation:
         self.groups = ()
         self.naming = self.landed_digests = self.sent_digests = None
         for leg in self.legs:
-            leg.layout = leg.reserve = None
+            leg.layout = leg.table = leg.reserve = None
+            leg.groups = ()
             leg.records.clear()
             leg.digests.clear()
 

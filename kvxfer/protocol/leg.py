@@ -24,6 +24,7 @@ from kvxfer.geometry import SLICE_DTYPE, Group
 from kvxfer.protocol.messages import ReserveGroup
 
 U64 = npt.NDArray[np.uint64]
+_U64 = np.dtype("<u8")
 
 FOLD_TOKENS = 64
 """Pages with fewer tokens share a fold, so that the record of a long request stays small."""
@@ -134,8 +135,13 @@ class LegLayout:
 
     __slots__ = ("_bases", "_folds", "groups", "n_chunks", "n_folds", "table")
 
-    def __init__(self, geometry: Sequence[Group], table: SliceTable, groups: Sequence[ReserveGroup]) -> None:
-        """``geometry`` is decode's groups. Raises ProtocolViolation for pages or token ranges that cannot be."""
+    def __init__(
+        self, geometry: Sequence[Group], table: SliceTable, groups: Sequence[ReserveGroup], *, checked: bool = False
+    ) -> None:
+        """``geometry`` is decode's groups. Raises ProtocolViolation for pages or token ranges that cannot be.
+
+        ``checked``: ``page_fault`` has been asked about these very pages before.
+        """
         self.table = table
         built: list[LegGroup] = []
         base = fold = 0
@@ -147,9 +153,11 @@ class LegLayout:
             group = geometry[before]
             if len(reserve.logical) % 8 or len(reserve.pool_pages) % 8:
                 raise ProtocolViolation("page list is not whole 64-bit numbers", group=before)
-            logical = np.frombuffer(reserve.logical, dtype="<u8")
-            pool_pages = np.frombuffer(reserve.pool_pages, dtype="<u8")
-            fault = page_fault(group, reserve.first_token, reserve.n_tokens, logical, pool_pages)
+            logical = np.frombuffer(reserve.logical, _U64)
+            pool_pages = np.frombuffer(reserve.pool_pages, _U64)
+            fault = None
+            if not checked:
+                fault = page_fault(group, reserve.first_token, reserve.n_tokens, logical, pool_pages)
             if fault is not None:
                 raise ProtocolViolation(fault, group=before)
             first_slice, n_slices = table.spans.get(before, (0, 0))

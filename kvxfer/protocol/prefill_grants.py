@@ -206,7 +206,9 @@ class Grants(Legs):
         if grant.committed:
             self._time_transfer(now, leg)
         out.append(Attach(grant.id, session.id, reserve))
-        out.append(session.send(Granted(reserve.reservation, reserve.leg)))
+        if not grant.committed:
+            # Else the records are on their way, which say more; should they be long in coming, RESERVE comes again.
+            out.append(session.send(Granted(reserve.reservation, reserve.leg)))
 
     def decline(self, out: list[Action], now: float, session: Session, request_id: str, rank: int, reason: str) -> None:
         grant = self._by_request.get(request_id)
