@@ -58,7 +58,7 @@ def watch_connections(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[byte
     """A socket that tells of ``events``. To end it: ``disable_monitor`` of the watched one, then close this one."""
     place = f"inproc://kvxfer-events-{id(socket)}"
     socket.monitor(place, events)
-    watcher = socket.context.socket(zmq.PAIR)
+    watcher: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     watcher.setsockopt(zmq.LINGER, 0)
     # Where this queue is full libzmq's own thread waits, and whoever closes the watched socket waits for it.
     watcher.setsockopt(zmq.RCVHWM, 0)
