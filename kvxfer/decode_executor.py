@@ -32,6 +32,7 @@ from kvxfer.shards import plan
 from kvxfer.zero_tail import tail_runs
 
 LANE_CONNECT_TIMEOUT_S = 5.0
+FENCE_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class DecodeExecutor(Endpoint):
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
         self._core = DecodeCore(self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity())
         self._next_tick: float | None = None
+        self._failed_fences: list[act.Fence] = []
+        self._fence_again_at = 0.0
         self._handlers |= {
             act.OpenSocket: self._open_socket,
             act.Send: self._send,
@@ -112,6 +115,9 @@ class DecodeExecutor(Endpoint):
                 self._drive(self._core.tick(now))
                 self._flush(now)
                 deadline = self._core.next_deadline()
+            if self._failed_fences:
+                self._fence_again(now)
+                deadline = self._fence_again_at if deadline is None else min(deadline, self._fence_again_at)
             self._next_tick = deadline
             if self._closing:
                 self._changed.notify_all()
@@ -310,6 +316,10 @@ class DecodeExecutor(Endpoint):
             self._trail.note(
                 Audit("fence_failed", action.session, fields={"generation": action.generation, "cause": str(cause)})
             )
+            with self._lock:
+                self._failed_fences.append(action)
+                self._fence_again_at = self._now() + FENCE_RETRY_S
+                self._reactor.wake()
             return
         with self._lock:
             # What landed and was announced before the fence counts; nothing lands after it.
@@ -320,6 +330,13 @@ class DecodeExecutor(Endpoint):
                 link.receiver = None
             self._rearm()
             self._reactor.wake()
+
+    def _fence_again(self, now: float) -> None:
+        if now >= self._fence_again_at:
+            self._fence_again_at = now + FENCE_RETRY_S
+            failed, self._failed_fences = self._failed_fences, []
+            for action in failed:
+                self._drive([action])
 
     # ---- legs --------------------------------------------------------------------------------------------------------
 
