@@ -189,7 +189,7 @@ class DecodeEndpoint(DecodeExecutor):
         told = False
         if action.kind in ("ready", "failed"):
             told = bool(handoff._waiters)  # it is in a wait call, which reports this and nothing else
-            handoff._ended()
+            self._wakes += handoff._take_wakes()
         return handoff.tag, told
 
     def _explained(self, error: KvxferError | None) -> KvxferError | None:

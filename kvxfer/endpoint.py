@@ -47,6 +47,8 @@ class Endpoint(ABC):
         self._reactor = Reactor(f"kvxfer-{side}", self._on_wake)
         self._actions: deque[Action] = deque()
         self._driving = False
+        self._news = False  # something was notified that nobody has been woken for
+        self._wakes: list[Callable[[], object]] = []  # who else is woken for it
         self._closing = False
         self._closed = False
         self._handlers: dict[type, Callable[[Any], Sequence[Action] | None]] = {
@@ -129,6 +131,17 @@ class Endpoint(ABC):
                     self._actions.extend(more)
         finally:
             self._driving = False
+        if self._news:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Wakes the engine, after all actions: it would only stand in line for the lock and the interpreter before."""
+        self._news = False
+        self._events.announce()
+        for wake in self._wakes:
+            wake()
+        self._wakes.clear()
+        self._changed.notify_all()
 
     def _do_audit(self, action: Audit) -> None:
         self._trail.note(action)
@@ -137,7 +150,7 @@ class Endpoint(ABC):
         tag, told = self._settle(action)
         if not told:
             self._events.push(action.key, Event(action.kind, tag, action.request_id, action.error))
-        self._changed.notify_all()
+        self._news = True
 
     @abstractmethod
     def _settle(self, action: Notify) -> tuple[Any, bool]:

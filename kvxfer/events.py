@@ -36,6 +36,7 @@ class EventQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: OrderedDict[tuple[int, str], Event] = OrderedDict()
+        self._signalled = False  # the descriptor is readable
         self._closed = True
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
@@ -45,12 +46,17 @@ class EventQueue:
         return self._fd
 
     def push(self, key: int, event: Event) -> None:
+        """Adds an event; ``announce`` makes the descriptor readable."""
         with self._lock:
-            if self._closed:
-                return
-            if not self._events:
+            if not self._closed:
+                self._events[key, event.kind] = event
+
+    def announce(self) -> None:
+        """Wakes who waits for the descriptor, where there are events that it does not yet know of."""
+        with self._lock:
+            if self._events and not self._signalled and not self._closed:
+                self._signalled = True
                 os.eventfd_write(self._fd, 1)
-            self._events[key, event.kind] = event
 
     def poll(self) -> list[Event]:
         """Takes all waiting events."""
@@ -84,5 +90,7 @@ class EventQueue:
         self.close()
 
     def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        if self._signalled:
+            self._signalled = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)

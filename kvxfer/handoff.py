@@ -222,14 +222,12 @@ class Handoff(_Sealed):
                 self._waiters.remove(waiter)
             return self._final()
 
-    def _ended(self) -> None:
-        """Called once, with the endpoint's lock held, when the outcome is known."""
-        for waiter in self._waiters:
-            waiter.release()
+    def _take_wakes(self) -> list[Callable[[], object]]:
+        """Whom to wake now that the outcome is known. The endpoint's lock must be held."""
+        wakes: list[Callable[[], object]] = [*(waiter.release for waiter in self._waiters), *self._callbacks]
         self._waiters.clear()
-        for callback in self._callbacks:
-            callback()
         self._callbacks.clear()
+        return wakes
 
     def _final(self) -> bool:
         return self._ready is not None or self._error is not None
