@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -261,6 +262,33 @@ class Events {
 };
 
 inline bool starts_with(const std::string& text, const std::string& start) { return text.rfind(start, 0) == 0; }
+
+// Runs `then` in the thread that places bytes, at the moment when it first touches the memory.
+class Tripwire {
+ public:
+  Tripwire(std::uint8_t* at, std::size_t bytes, std::function<void()> then) {
+    at_ = at, bytes_ = bytes, then_ = std::move(then);
+    struct sigaction action {};
+    action.sa_handler = [](int) {
+      mprotect(at_, bytes_, PROT_READ | PROT_WRITE);
+      then_();
+    };
+    sigaction(SIGSEGV, &action, &before_);
+    REQUIRE(mprotect(at_, bytes_, PROT_NONE) == 0);
+  }
+  ~Tripwire() {
+    mprotect(at_, bytes_, PROT_READ | PROT_WRITE);
+    sigaction(SIGSEGV, &before_, nullptr);
+  }
+  Tripwire(const Tripwire&) = delete;
+  Tripwire& operator=(const Tripwire&) = delete;
+
+ private:
+  static inline std::uint8_t* at_ = nullptr;
+  static inline std::size_t bytes_ = 0;
+  static inline std::function<void()> then_;
+  struct sigaction before_ {};
+};
 
 // A pool of one group with two regions of 6 pages, a leg over pool pages 4, 1 and 3, and a receiver.
 struct Rig {

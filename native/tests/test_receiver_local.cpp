@@ -99,33 +99,6 @@ std::string local_record(std::uint64_t expected = kPinned) {
   return raw(wire::SourceRef{kSlot, expected}) + make_record();
 }
 
-// Runs `then` in the copying thread at the moment when it first touches the memory.
-class Tripwire {
- public:
-  Tripwire(std::uint8_t* at, std::size_t bytes, std::function<void()> then) {
-    at_ = at, bytes_ = bytes, then_ = std::move(then);
-    struct sigaction action {};
-    action.sa_handler = [](int) {
-      mprotect(at_, bytes_, PROT_READ | PROT_WRITE);
-      then_();
-    };
-    sigaction(SIGSEGV, &action, &before_);
-    REQUIRE(mprotect(at_, bytes_, PROT_NONE) == 0);
-  }
-  ~Tripwire() {
-    mprotect(at_, bytes_, PROT_READ | PROT_WRITE);
-    sigaction(SIGSEGV, &before_, nullptr);
-  }
-  Tripwire(const Tripwire&) = delete;
-  Tripwire& operator=(const Tripwire&) = delete;
-
- private:
-  static inline std::uint8_t* at_ = nullptr;
-  static inline std::size_t bytes_ = 0;
-  static inline std::function<void()> then_;
-  struct sigaction before_ {};
-};
-
 // A leg of three pages of 4 KiB, of which the second one can be made to trip.
 struct TripRig {
   static constexpr std::uint64_t kPage = 4096;
