@@ -140,6 +140,19 @@ def test_all_pages_but_one_claimed_as_all_are_refused_with_the_page(hostile: Hos
     hostile.succeeds()
 
 
+@pytest.mark.parametrize("verify", ["digest", "coverage"])
+def test_all_pages_but_one_truthfully_recorded_are_refused_with_the_page(
+    fake: FakePrefill, ends: Any, target: Any, verify: str
+) -> None:
+    hostile = Hostile(fake, ends.decode(target.pool, verify=verify), target, ends.until)
+    handoff, leg = hostile.reserve()
+    without_page_2 = leg.layout.expected & ~(0b11 << 2 * 2)
+    hostile.fake.put(*leg.writes(0, 2), *leg.writes(3, 1), leg.record(bitmap=without_page_2))
+    error = hostile.refused(handoff)
+    assert (error.details["kind"], error.details["logical_pages"]) == ("coverage", {"kv": [2]})
+    hostile.succeeds()
+
+
 def test_all_pages_but_one_and_one_of_them_twice_are_refused(hostile: Hostile) -> None:
     handoff, leg = hostile.reserve()
     hostile.fake.put(*leg.writes(0, 3), *leg.writes(2, 1), leg.record())
