@@ -16,7 +16,6 @@ import pytest
 import zmq
 
 from kvxfer import Pages
-from kvxfer.control import codec
 from kvxfer.control.keys import Keys
 from kvxfer.errors import Aborted
 from kvxfer.protocol import messages as m
@@ -451,8 +450,3 @@ def test_a_handoff_of_another_pool_is_refused_at_hello(live: Live, intruder: Fak
     answer = intruder.hear(m.Refuse)
     assert answer.code == "incompatible_pool" and "layout" in str(answer.details)
     live.assert_untouched_and_finish()
-
-
-def test_the_codec_gives_what_was_said(other: FakeDecode) -> None:
-    reserve = other.reserve("r", [1, 2, 3])
-    assert codec.decode(other.frame(reserve), other._limits)[2] == reserve
