@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import zmq
@@ -13,6 +14,7 @@ from kvxfer.errors import ProtocolViolation
 from kvxfer.protocol.messages import Message
 
 MAX_BATCH = 64
+_numbers = itertools.count()
 # Plain integers: an enum's operators cost more than the calls that take them.
 _DONTWAIT, _EVENTS, _POLLIN, _RCVMORE = int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
@@ -56,7 +58,7 @@ def receive_parts(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 def watch_connections(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """A socket that tells of ``events``. To end it: ``disable_monitor`` of the watched one, then close this one."""
-    place = f"inproc://kvxfer-events-{id(socket)}"
+    place = f"inproc://kvxfer-events-{next(_numbers)}"  # libzmq frees a name some time after its socket
     socket.monitor(place, events)
     watcher: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     watcher.setsockopt(zmq.LINGER, 0)
