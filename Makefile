@@ -12,7 +12,8 @@ export OMP_NUM_THREADS ?= 1
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name 'CMakeLists.txt' 2>/dev/null)
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help run test native-test sanitize lint types imports format-check python-test bench constraints clean setup
+.PHONY: help run test native-test sanitize lint types imports format-check python-test break-rules bench constraints \
+        clean setup
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +22,7 @@ help:
 	@echo "make bench        speed of both lanes against memcpy and a plain C stream"
 	@echo "make native-test  C++ tests only     make sanitize  the same under ASan + UBSan, and TSan"
 	@echo "make lint         ruff, mypy, import contracts, clang-format"
+	@echo "make break-rules  takes each safety rule out and demands that its tests fail (docs/safety.md)"
 	@echo "make clean        removes build outputs and the virtual environment"
 
 setup: $(STAMPS)/installed
@@ -71,6 +73,9 @@ sanitize: setup
 
 python-test: setup
 	@$(VENV)/bin/python -m pytest
+
+break-rules: setup
+	@$(VENV)/bin/python scripts/break-rules --work $(BUILD)/rules
 
 constraints: setup
 	@scripts/freeze $(VENV) > constraints.new && mv constraints.new constraints.txt

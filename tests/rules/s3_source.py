@@ -136,6 +136,9 @@ BREAKAGES: tuple[Breakage, ...] = (
         "    if (leg.shares[i].record < LegOut::Record::kSent) return false;\n",
         f"{SENDER_LOCAL}::a committed leg drains when every lane's record is confirmed, and not before",
         lanes="local",
+        # The slot moves on under decode's copiers, which refuse what they copy.
+        still="native/tests/test_sender_tcp.cpp::"
+        "a reader that comes after the commit gets pages and record all the same",
     ),
     # ---- local: decode reads prefill's memory ----
     breakage(
