@@ -127,7 +127,7 @@ class DecodeEndpoint(DecodeExecutor):
             if first:
                 self._drive(self._core.close(self._now(), "the decode endpoint closes"))
                 self._rearm()
-        quiet = self._wait_until(lambda: self._core.is_closed, timeout_s)
+        quiet = self._wait_until(lambda: self._core.is_closed and not self._reactor.led, timeout_s)
         if not quiet:
             outstanding = self._core.outstanding()
             raise PagesQuarantined(

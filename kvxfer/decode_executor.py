@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from kvxfer.shards import plan
 from kvxfer.zero_tail import tail_runs
 
 LANE_CONNECT_TIMEOUT_S = 5.0
+_LONGEST_POLL_S = 3600.0
 FENCE_RETRY_S = 1.0
 
 
@@ -103,13 +104,7 @@ class DecodeExecutor(Endpoint):
             if self._closed:
                 return None
             now = self._now()
-            for fd in ready:
-                if fd == self._completions_fd:
-                    for completion in self._completions.poll():
-                        self._complete(now, *completion)
-                elif (link := self._by_fd.get(fd)) is not None:
-                    self._receive(now, link)
-            self._flush(now)
+            self._arrived(now, ready)
             deadline = self._core.next_deadline()
             if deadline is not None and deadline <= now:
                 self._drive(self._core.tick(now))
@@ -122,6 +117,33 @@ class DecodeExecutor(Endpoint):
             if self._closing:
                 self._changed.notify_all()
             return deadline
+
+    def _lead(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        """Handles arrivals in the calling thread, which leads the reactor, until ``reached`` or the time is up.
+
+        Deadlines stay with the I/O thread.
+        """
+        until = self._now() + timeout_s
+        try:
+            while not reached() and (left_s := until - self._now()) > 0:
+                ready = self._reactor.await_sources(min(left_s, _LONGEST_POLL_S))
+                with self._lock:
+                    if ready and not self._closed:
+                        self._arrived(self._now(), ready)
+                        self._rearm()
+        finally:
+            with self._lock:
+                self._reactor.follow()
+                self._changed.notify_all()
+
+    def _arrived(self, now: float, ready: Sequence[int]) -> None:
+        for fd in ready:
+            if fd == self._completions_fd:
+                for completion in self._completions.poll():
+                    self._complete(now, *completion)
+            elif (link := self._by_fd.get(fd)) is not None:
+                self._receive(now, link)
+        self._flush(now)
 
     def _flush(self, now: float) -> None:
         # A send may swallow the edge that announced a frame: ask every socket that was used.

@@ -138,6 +138,7 @@ class Endpoint(ABC):
         """Wakes the engine, after all actions: it would only stand in line for the lock and the interpreter before."""
         self._news = False
         self._events.announce()
+        self._reactor.rouse()
         for wake in self._wakes:
             wake()
         self._wakes.clear()

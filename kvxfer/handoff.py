@@ -206,16 +206,22 @@ class Handoff(_Sealed):
         return reached
 
     def _await_end(self, timeout_s: float) -> bool:
-        """False when the time is up. A lock of its own: the end wakes this caller alone, and it need not get hold of
-        the endpoint's, which the I/O thread still uses then."""
+        """False when the time is up. The first who waits handles what arrives meanwhile; others wait for a lock of
+        their own, so that an end wakes no more callers than it concerns."""
+        endpoint = self._endpoint
         waiter = threading.Lock()
         waiter.acquire()
-        lock = self._endpoint._lock
+        lock = endpoint._lock
         with lock:
             if self._final():
                 return True
+            if timeout_s <= 0:
+                return False
+            leads = endpoint._reactor.lead()
             self._waiters.append(waiter)
-        if waiter.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+        if leads:
+            endpoint._lead(self._final, timeout_s)
+        elif waiter.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             return True
         with lock:
             if waiter in self._waiters:
