@@ -90,15 +90,12 @@ def packed(body: Any) -> bytes:
 
 GARBAGE: dict[str, tuple[bytes, ...]] = {
     "empty": (b"",),
-    "one byte": (b"K",),
     "header only": (HEADER,),
-    "half a header": (HEADER[:20],),
     "wrong magic": (b"HTTP" + HEADER[4:] + b"\x91\x10",),
     "wrong version": (HEADER[:4] + b"\x09" + HEADER[5:] + b"\x91\x10",),
     "two parts": (packed([16, 1]), packed([16, 1])),
     "no list": (packed({"kind": 16}),),
     "unknown kind": (packed([99]),),
-    "negative kind": (packed([-1]),),
     "too few fields": (packed([16]),),
     "too many fields": (packed([16, 1, 2]),),
     "wrong type": (packed([16, "one"]),),
