@@ -62,6 +62,8 @@ BREAKAGES: tuple[Breakage, ...] = (
         "        return self.offered and len(self.records) == len(self.lanes)\n",
         "        return self.offered and len(self.records) > 0\n",
         f"{ACCEPT}::test_a_missing_lane_keeps_the_pages_unreadable",
+        # Judged after the first record, a handoff over two lanes is refused for the second.
+        still="tests/protocol/decode/test_ready.py::test_the_leg_is_opened_before_its_reserve_is_sent",
     ),
     breakage(
         "S1-every-lane-judged",
@@ -96,7 +98,7 @@ BREAKAGES: tuple[Breakage, ...] = (
         "    if record.epoch != session.epoch:\n",
         "    if False:\n",
         f"{ACCEPT}::test_a_record_counts_only_for_its_own_leg_lane_epoch_and_generation",
-        f"{HOSTILE}::test_a_commit_of_an_older_epoch_does_not_count_in_the_next_one",
+        f"{HOSTILE}::test_a_commit_of_an_older_epoch_does_not_count_in_the_next_one[tcp]",
     ),
     breakage(
         "S1-generation",

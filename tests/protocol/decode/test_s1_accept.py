@@ -228,6 +228,7 @@ def test_a_missing_leg_keeps_the_pages_unreadable(world: Any) -> None:
     reservation = world.reserve([5], prefill=["p0:1", "p1:1"])
     world.hand_over(reservation, 0)
     world.write(reservation, 1)
+    assert world.core.state(reservation) == "offered"  # nothing is judged before everything is there
     world.advance(61.0)
     assert world.events(reservation) == ["failed", "released"]
 
@@ -278,14 +279,18 @@ def test_a_record_that_comes_on_another_lane_than_it_names_does_not_count(world:
     assert world.core.state(reservation) == "offered"
 
 
-def test_a_record_of_one_leg_does_not_count_on_the_session_of_another(world: Any) -> None:
+@pytest.mark.parametrize("epoch_of", ["p1:1", "p0:1"], ids=["replayed", "forged"])
+def test_a_record_of_one_leg_does_not_count_on_the_session_of_another(world: Any, epoch_of: str) -> None:
     reservation = world.reserve([5], prefill=["p0:1", "p1:1"])
     world.hand_over(reservation, 0)
     world.write(reservation, 1)
+    epoch = world.epochs[world.session(epoch_of)]
     for lane in (0, 1):
-        data = world.record_bytes(reservation, 1, lane)
+        data = world.record_bytes(reservation, 1, lane, changed={"epoch": epoch})
         world.carry_out(world.core.record(world.now, world.session("p0:1"), 1, lane, data))
     assert world.core.state(reservation) == "offered"
+    world.commit(reservation, 1)
+    assert world.events(reservation) == ["ready"]
 
 
 def test_a_record_of_another_request_is_not_this_ones(world: Any) -> None:
