@@ -149,7 +149,7 @@ class DecodeExecutor(Endpoint):
         # A send may swallow the edge that announced a frame: ask every socket that was used.
         while self._used:
             link = self._links.get(self._used.pop())
-            if link is not None and link.client.pending():
+            if link is not None:
                 self._receive(now, link)
 
     def _rearm(self) -> None:
@@ -164,8 +164,7 @@ class DecodeExecutor(Endpoint):
             self._used.clear()
 
     def _receive(self, now: float, link: _Link) -> None:
-        self._used.add(link.session)  # there may be more than one batch
-        for frame in link.client.receive():
+        for frame in link.client.frames():
             if isinstance(frame, Refused):
                 self._trail.note(
                     Audit("refused_frame", session=link.session, fields={"kind": frame.kind, "detail": frame.detail})
@@ -175,6 +174,7 @@ class DecodeExecutor(Endpoint):
             self._drive(self._core.message(now, link.session, epoch, sequence, message))
             if link.session not in self._links:
                 return
+        self._used.discard(link.session)
 
     def _complete(
         self, now: float, kind: int, session: int, generation: int, lane: int, reservation: int, leg: int, data: bytes

@@ -142,13 +142,11 @@ class PrefillExecutor(Endpoint):
                     self._complete(now, *completion)
             if self._monitor_fd in ready or self._more_broken_handshakes:
                 self._note_broken_handshakes()
-            while self._server.pending():
-                self._receive(now)
+            self._receive(now)
             deadline = self._core.next_deadline()
             if deadline is not None and deadline <= now:
                 self._drive(self._core.tick(now))
-                while self._server.pending():
-                    self._receive(now)
+                self._receive(now)
                 deadline = self._core.next_deadline()
             self._next_tick = deadline
             if self._closing:
@@ -165,7 +163,7 @@ class PrefillExecutor(Endpoint):
             self._reactor.wake()
 
     def _receive(self, now: float) -> None:
-        for frame in self._server.receive():
+        for frame in self._server.frames():
             if isinstance(frame, Refused):
                 self._refuse_frame(frame)
                 continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import zmq
@@ -77,17 +79,23 @@ class ControlClient:
         """True if ``receive`` would return something now."""
         return readable(self._require())
 
-    def receive(self) -> list[Answer | Refused]:
-        """At most 64 messages and refusals that wait now; never blocks."""
+    def frames(self) -> Iterator[Answer | Refused]:
+        """Messages and refusals until none waits; never blocks. Stop asking once the client is closed.
+
+        The socket is asked for the next one only when the last one has been dealt with, so that at the end nothing is
+        left, whatever was sent meanwhile.
+        """
         socket = self._require()
-        batch: list[Answer | Refused] = []
-        while len(batch) < MAX_BATCH and readable(socket):
+        while readable(socket):
             parts = receive_parts(socket)
             if parts is None:
-                break
+                return
             found = judge(parts, b"", self._limits)
-            batch.append(found if isinstance(found, Refused) else Answer(found.epoch, found.sequence, found.message))
-        return batch
+            yield found if isinstance(found, Refused) else Answer(found.epoch, found.sequence, found.message)
+
+    def receive(self) -> list[Answer | Refused]:
+        """At most 64 messages and refusals that wait now; never blocks."""
+        return list(islice(self.frames(), MAX_BATCH))
 
     def send(self, frame: bytes) -> bool:
         """Hands a frame to the socket. False: its queue is full, so the frame is lost, as any frame may be."""

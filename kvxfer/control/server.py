@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -129,9 +129,24 @@ class ControlServer:
         """True if ``receive`` would return something now."""
         return bool(self._denied) or readable(self._require())
 
+    def frames(self) -> Iterator[Received | Refused]:
+        """Messages and refusals until none waits; never blocks.
+
+        The socket is asked for the next one only when the last one has been dealt with, so that at the end nothing is
+        left, whatever was sent meanwhile.
+        """
+        while self._denied:
+            yield self._denied.popleft()
+        socket = self._require()
+        while readable(socket):
+            parts = receive_parts(socket)
+            if parts is None:
+                return
+            yield judge(parts[1:], parts[0], self._limits)
+
     def receive(self) -> list[Received | Refused]:
         """At most 64 messages and refusals that wait now; never blocks."""
-        return list(self._drain(self._require()))
+        return list(islice(self.frames(), MAX_BATCH))
 
     def send(self, route: bytes, frame: bytes) -> bool:
         """Hands a frame to the socket. False: the peer's queue is full, so the frame is lost, as any frame may be.
@@ -174,16 +189,6 @@ class ControlServer:
 
     def _on_denied(self, key: str, address: str) -> None:
         self._denied.append(Refused("unauthorised", b"", f"key {key or '?'} from {address or '?'}"))
-
-    def _drain(self, socket: zmq.Socket[bytes]) -> Iterator[Received | Refused]:
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._denied.popleft()
-        for _ in range(MAX_BATCH):
-            parts = receive_parts(socket) if readable(socket) else None
-            if parts is None:
-                return
-            yield judge(parts[1:], parts[0], self._limits)
 
     def _open(
         self, addresses: tuple[Address, ...], keys: Keys | None, bind: str
