@@ -20,6 +20,8 @@ import pytest
 from kvxfer import DecodeEndpoint, Grant, GroupSpec, Handoff, PageGroup, PagePool, Pages, PrefillEndpoint, Ready
 from kvxfer.pool import page_rows
 
+from .waiting import until
+
 TOKENS_PER_PAGE = 16
 LAYERS = 2
 PAGE_SHAPE = (TOKENS_PER_PAGE, 2, 8)  # tokens, heads, head size; float32: 1,024 bytes a page and layer
@@ -291,10 +293,3 @@ def ends(lane: str) -> Iterator[Ends]:
     yield made
     made.close()
 
-
-def until(reached: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Waits for a state that only polling shows; fails after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < deadline, "the state was not reached in time"
-        time.sleep(0.002)

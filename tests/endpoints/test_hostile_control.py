@@ -7,7 +7,7 @@ import os
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +21,10 @@ from kvxfer.errors import Aborted
 from kvxfer.protocol import messages as m
 
 from .fake_decode import FakeDecode
+from .waiting import until
 
 N_TOKENS = 50
 SOURCE, TARGET = [5, 3, 9, 7], [2, 11, 4, 30]
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline, "the state was not reached in time"
-        time.sleep(0.002)
 
 
 class Live:

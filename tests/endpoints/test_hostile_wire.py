@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,8 @@ from kvxfer import decode_executor
 from kvxfer.errors import AdmissionClosed, KvxferError, LaneFailed, VerificationFailed
 from kvxfer.lanes import handshake as hs
 from kvxfer.protocol.messages import LaneOffer
+
+from .waiting import until
 
 N_TOKENS = 64
 SOURCE, TARGET = [5, 3, 9, 7], [2, 11, 4, 30]
@@ -134,13 +135,6 @@ def succeeds(pair: Any, wire: Wire) -> None:
         except KvxferError as error:
             assert error.retryable and handoff.wait_released(10)
     pair.assert_delivered(SOURCE, TARGET, N_TOKENS)
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline, "the state was not reached in time"
-        time.sleep(0.002)
 
 
 def flip_at(position: int) -> Callable[[bytes, int], bytes]:

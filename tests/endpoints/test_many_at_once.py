@@ -6,8 +6,7 @@ import gc
 import random
 import resource
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import pytest
 
 from kvxfer import DecodeEndpoint, GroupSpec, PagePool, Pages, PrefillEndpoint
 from kvxfer.errors import Aborted, KvxferError
+
+from .waiting import until
 
 PAGES = 256
 HANDOFFS = 200
@@ -48,13 +49,6 @@ def sides(lane: str) -> Iterator[Sides]:
     made = Sides(lane)
     yield made
     made.close()
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < deadline, "the state was not reached in time"
-        time.sleep(0.002)
 
 
 def one_handoff(sides: Sides, number: int, seed: int) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,12 @@ import pytest
 from kvxfer import DecodeEndpoint, Pages
 from kvxfer.errors import Aborted, KvxferError, LaneFailed, PeerLost, PeerRestarted
 
+from .waiting import until
+
 N_TOKENS = 50
 SOURCE, TARGET = [5, 3, 9, 7], [2, 11, 4, 30]
 MANY = list(range(2000))
 MANY_TOKENS = 16 * len(MANY)
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline, "the state was not reached in time"
-        time.sleep(0.002)
 
 
 def wanted(pages: list[int], n_tokens: int) -> dict[str, Pages]:

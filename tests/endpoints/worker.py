@@ -1,17 +1,15 @@
 """One endpoint in a process of its own. First argument: JSON with role, lane, seed and the endpoint's configuration.
-Then one
-JSON line a call on standard input, ``[name, args, kwargs]``, and one line an answer, ``{"result": ...}`` or
+Then one JSON line a call on standard input, ``[name, args, kwargs]``, and one line an answer, ``{"result": ...}`` or
 ``{"error": ...}``."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from kvxfer import DecodeEndpoint, Grant, Handoff, PrefillEndpoint
@@ -20,16 +18,9 @@ from kvxfer.errors import KvxferError
 HERE = Path(__file__).parent
 
 
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-support = _load("endpoint_support", HERE / "conftest.py")
+# The tests' fixtures are a module of a package to pytest, and must be one here.
+sys.path.insert(0, str(HERE.parent))
+support = importlib.import_module("endpoints.conftest")
 WAIT_S = support.WAIT_S
 
 
@@ -146,7 +137,7 @@ class Decode:
 
 def _forbid_readv() -> str:
     """Forbids the system call to this process; says why where that cannot be done."""
-    filters = _load("dial_without_readv", HERE.parent / "lanes" / "dial_without_readv.py")
+    filters = importlib.import_module("lanes.dial_without_readv")
     try:
         filters.forbid_process_vm_readv()
     except (OSError, KeyError) as cause:
