@@ -392,6 +392,7 @@ TEST_CASE("a record whose parts do not add up is refused and never handed on") {
   SUBCASE("folds that wrap") { h.n_folds = 1ull << 61; }
   SUBCASE("aux that wraps") { h.aux_bytes = ~0ull - 6; }
   SUBCASE("aux too short") { h.aux_bytes = 9; }
+  SUBCASE("bytes that belong to no part") { h.n_folds = 0; }
   std::memcpy(record.data(), &h, sizeof(h));
   peer.record(record);
   CHECK(starts_with(rig.events.text(Kind::kViolation), "record: "));

@@ -103,5 +103,8 @@ BREAKAGES: tuple[Breakage, ...] = (
         "  static_cast<void>(one);\n",
         "native/tests/test_receiver_tcp.cpp::"
         "fence returns at once although the peer stopped inside a frame, and nothing lands after it",
+        # Every receiver would wait for its peers when it is closed.
+        still="native/tests/test_sender_tcp.cpp::"
+        "a reader that comes after the commit gets pages and record all the same",
     ),
 )
