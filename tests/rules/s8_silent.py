@@ -16,6 +16,13 @@ BREAKAGES: tuple[Breakage, ...] = (
         '        out.append(Audit("failed", reservation=reservation.id, fields=_json(error)))\n',
         "",
         f"{AUDIT}::test_a_failed_handoff_leaves_its_error_its_quarantine_and_its_release",
+    ),
+    breakage(
+        "S8-mismatch",
+        "a handoff that is refused leaves a line with the pages concerned",
+        "kvxfer/protocol/decode_endings.py",
+        '            out.append(Audit("mismatch", reservation=reservation.id, fields=_json(error)))\n',
+        "",
         "tests/protocol/decode/test_s1_accept.py::test_every_mismatch_is_audited_with_the_pages_concerned",
     ),
     breakage(
