@@ -135,6 +135,15 @@ BREAKAGES: tuple[Breakage, ...] = (
         f"{EVIDENCE}::test_a_record_that_counts_other_chunks_is_refused",
     ),
     breakage(
+        "S1-aux",
+        "aux comes from the leg that is to bring it, and is not missing",
+        ACCEPTANCE,
+        "        if (record.aux is not None) != (leg.carries_aux and lane == leg.lanes[0]):\n",
+        "        if False:\n",
+        f"{ACCEPT}::test_aux_on_a_leg_that_does_not_carry_it_is_refused",
+        f"{ACCEPT}::test_aux_that_is_missing_is_refused",
+    ),
+    breakage(
         "S1-record-digest",
         "a record is believed only if its own digest matches",
         "kvxfer/protocol/record.py",
@@ -217,6 +226,14 @@ BREAKAGES: tuple[Breakage, ...] = (
         ),
     ),
     # ---- what the engine is shown ----
+    breakage(
+        "S1-plan-covers",
+        "the legs together are to write every byte of every page",
+        "kvxfer/protocol/decode_offers.py",
+        "            check_plan_covers(self.geometry.groups, whole)\n",
+        "",
+        "tests/protocol/decode/test_s4_s5_reserve.py::test_a_pool_that_no_plan_covers_is_refused_with_the_field",
+    ),
     breakage(
         "S1-pool-page",
         "the pool shows no page that is RESERVED or QUARANTINED",

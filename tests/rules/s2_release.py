@@ -11,6 +11,7 @@ HANDLERS = "kvxfer/protocol/prefill_handlers.py"
 RELEASE = "tests/protocol/decode/test_s2_release.py"
 PREFILL = "tests/protocol/prefill"
 FENCE_TEST = "native/tests/test_receiver_fence.cpp"
+FAULTS = "tests/endpoints/test_control_faults.py"
 TCP = "native/tests/test_receiver_tcp.cpp"
 EVERY_LEG = "        if any(leg.offered and leg.closed is None for leg in reservation.legs):\n"
 FENCE = '                self._fence(now, leg.session, "an aborted leg did not quiesce in time", out)\n'
@@ -26,6 +27,7 @@ BREAKAGES: tuple[Breakage, ...] = (
         '                leg.closed = "overdue"\n                self._release_if_silent(now, reservation, out)\n',
         f"{RELEASE}::test_nothing_is_released_on_time_alone",
         f"{RELEASE}::test_the_shortest_timeouts_release_no_sooner",
+        f"{FAULTS}::test_time_alone_never_releases_a_leg_that_is_neither_quiesced_nor_fenced",
     ),
     breakage(
         "S2-every-leg",
@@ -35,6 +37,7 @@ BREAKAGES: tuple[Breakage, ...] = (
         EVERY_LEG.replace("any(", "all("),
         f"{RELEASE}::test_one_leg_revoked_and_one_not_releases_nothing",
         f"{RELEASE}::test_one_leg_quiesced_and_one_paused_releases_only_after_the_fence",
+        f"{FAULTS}::test_with_one_leg_quiesced_and_one_paused_the_pages_stay_until_the_paused_one_is_fenced",
     ),
     breakage(
         "S2-offered-is-granted",
@@ -197,6 +200,22 @@ BREAKAGES: tuple[Breakage, ...] = (
         "        _KEPT.append(memory)\n",
         "        pass\n",
         "tests/pool/test_pool.py::test_memory_of_a_dropped_pool_is_kept_while_a_writer_is_not_proven_silent",
+    ),
+    breakage(
+        "S2-failed-fence",
+        "a fence that could not be made proves nothing",
+        "kvxfer/decode_executor.py",
+        "            return\n        with self._lock:\n            # What landed",
+        "        with self._lock:\n            # What landed",
+        f"{FAULTS}::test_close_with_a_quarantined_page_names_it_and_keeps_it_until_the_fence_has_returned",
+    ),
+    breakage(
+        "S2-close-says-so",
+        "close() does not return as if all were well while a page is quarantined",
+        "kvxfer/decode.py",
+        "        if not quiet:\n",
+        "        if False:\n",
+        f"{FAULTS}::test_close_with_a_quarantined_page_names_it_and_keeps_it_until_the_fence_has_returned",
     ),
     # ---- the core: revoke and fence ----
     Breakage(
