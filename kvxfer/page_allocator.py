@@ -91,7 +91,7 @@ class PageAllocator:
         self._n_free = lowest + len(rest)
 
     def _any(self, n: int, order: str, seed: int | None) -> npt.NDArray[np.int64]:
-        at = np.arange(self._n_free - 1, -1, -1)
+        at: npt.NDArray[np.int64] = np.arange(self._n_free - 1, -1, -1, dtype=np.int64)
         at = at[self._usable(at)]
         if n > len(at):
             raise CapacityError(
