@@ -59,7 +59,16 @@ BREAKAGES: tuple[Breakage, ...] = (
         "kvxfer/protocol/prefill_grant.py",
         "        return all(leg.settled for leg in self.legs.values())\n",
         "        return any(leg.settled for leg in self.legs.values())\n",
+        f"{PREFILL}/test_readers.py::test_ready_needs_done_of_every_reader",
+    ),
+    breakage(
+        "S3-readers-to-come",
+        "sources stay pinned for readers that have not reserved yet",
+        "kvxfer/protocol/prefill_grant.py",
+        "        if not (self.concluded or (self.committed and self.complete)):\n",
+        "        if not (self.concluded or self.committed):\n",
         "tests/endpoints/test_api_readers.py::test_the_source_stays_pinned_until_the_last_reader_has_ended",
+        f"{PREFILL}/test_grant.py::test_commit_before_reserve_releases_only_after_the_late_reader_drained",
     ),
     breakage(
         "S3-closing-is-read",
@@ -78,7 +87,6 @@ BREAKAGES: tuple[Breakage, ...] = (
         "        self.grants.destroyed(out, 0.0, list(session.legs.values()))\n"
         "        self.grants.lose(out, list(session.legs.values()), error)\n",
         f"{PREFILL}/test_lanes.py::test_bye_closes_the_session_and_frees_its_sources_when_the_lanes_are_destroyed",
-        f"{PREFILL}/test_lanes.py::test_silent_decode_is_closed_after_the_heartbeat_timeout_and_its_sources_are_freed",
     ),
     breakage(
         "S3-never-on-time",
