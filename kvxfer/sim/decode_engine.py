@@ -61,8 +61,8 @@ class DecodeEngine:
         node = self.node
         first, last = plan.first_token // TOKENS_PER_PAGE, (plan.n_tokens - 1) // TOKENS_PER_PAGE
         n_pages = last - first + 1
-        with_state = plan.serial % 5 != 0
         oversize = n_pages > node.geometry.groups[KV].n_pages
+        with_state = plan.serial % 5 != 0 and not oversize
         if not oversize and (len(self.free[KV]) < n_pages or (with_state and not self.free[STATE])):
             return "later"
         kv = list(range(n_pages)) if oversize else self.free[KV][-n_pages:]
@@ -146,9 +146,16 @@ class DecodeEngine:
             raise Violation("S1-tokens", f"{handoff.reservation:x}: {outcome.n_tokens} tokens of {plan.n_tokens}")
         seen: set[PageId] = set()
         for leg in legs:
+            committed = self.node.world.committed.get((handoff.reservation, leg.spec.leg))
+            if committed != plan.n_tokens:
+                raise Violation(
+                    "S1-tokens",
+                    f"{handoff.reservation:x} is READY with {plan.n_tokens} tokens, leg {leg.spec.leg} committed "
+                    f"{committed}",
+                )
             places = leg.places.places
             truths = [
-                chunk_content(page_content(plan.serial, 0, *place.truth), place.unit, place.units) for place in places
+                chunk_content(page_content(plan.prompt, 0, *place.truth), place.unit, place.units) for place in places
             ]
             self.node.memory.check_readable(handoff.reservation, leg.spec.leg, leg.group.epoch, places, truths)
             seen.update(place.page for place in places)

@@ -73,7 +73,7 @@ class DecodeNode(Node):
             act.Fence: self._fence,
             act.Verify: self._verify,
             act.ForgetLeg: self._forget_leg,
-            act.ZeroTail: self._nothing,
+            act.ZeroTail: self._zero_tail,
             act.MarkPages: self._nothing,
         }
 
@@ -264,9 +264,7 @@ class DecodeNode(Node):
         leg = self.receiver.legs.get(key)
         if leg is None:
             return None
-        claim = self.memory.claims.get(action.reservation)
-        failed = claim is not None and claim.failed
-        if self.receiver.can_be_written(*key) and (failed or leg.group.kind == "verbs"):
+        if self.receiver.can_be_written(*key):
             raise Violation(
                 "S2-still-writable",
                 f"{self.name}: {action.reservation:x} leg {action.leg} ends while its prefill may still write",
@@ -274,6 +272,9 @@ class DecodeNode(Node):
         del self.receiver.legs[key]
         self._ended.setdefault(action.reservation, []).append(leg)
         return None
+
+    def _zero_tail(self, action: act.ZeroTail) -> Answer:
+        return self.core.tail_zeroed(self.clock(), action.reservation)
 
     def _nothing(self, action: act.Action) -> Answer:
         return None

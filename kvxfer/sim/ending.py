@@ -92,12 +92,7 @@ def check_fair(world: World, workload: Workload) -> None:
         nodes = {f"decode{n}" for n in request.decodes} | {f"prefill{request.prefill}.{r}" for r in range(plan.ranks)}
         if request.serial not in workload.begun or request.serial in workload.excused or request.kind != HONEST:
             continue
-        if (
-            nodes & plan.disturbed
-            or request.request_id in repeated
-            or world.plan.events < world.events
-            and not plan.fair
-        ):
+        if nodes & plan.disturbed or request.request_id in repeated:
             continue
         if not plan.fair and min(request.reserve_timeout_s, request.accept_timeout_s) < 60.0:
             continue

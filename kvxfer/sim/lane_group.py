@@ -315,8 +315,8 @@ class LaneGroup:
         return self.decode is not None and self.world.network.is_cut(self.decode.name, self.prefill.name)
 
     def can_still_be_written(self, reservation: int) -> bool:
-        """Verbs: bytes for this reservation may yet land in decode's memory."""
-        if self.fenced or self.kind != "verbs":
+        """Bytes for this reservation may yet land in decode's memory, unless decode's core sinks them."""
+        if self.fenced:
             return False
         leg = self.legs.get(reservation)
         if leg is not None and leg.may_write and any(lane.connected and not lane.broken for lane in self.lanes):

@@ -94,11 +94,12 @@ class PrefillEngine:
             for number, region in enumerate(group.regions):
                 layer = LAYERS if kind == STATE else int(region.layer[5:])
                 for logical, page in enumerate(pages[index]):
-                    cells[index, number, page] = page_content(plan.serial, variant, kind, layer, logical)
+                    cells[index, number, page] = page_content(plan.prompt, variant, kind, layer, logical)
                     written.append((index, number, logical, page))
         if plan.kind == "partial":
-            last = len(pages[0]) - 1
-            written.remove(next(page for page in written if page[0] == 0 and page[2] == last))
+            last = len(pages[0]) - 1  # decode has reserved the last page, whatever its prefix hits are
+            missing = [page for page in written if page[2] == last or len(pages[page[0]]) == 1]
+            written.remove(missing[plan.serial % len(missing)])
         size = -(-len(written) // plan.batches) if written else 1
         return [written[at : at + size] for at in range(0, len(written), size)]
 

@@ -46,9 +46,7 @@ class Receiver:
         found = self.legs.get((session, reservation, leg))
         if found is None:
             return False
-        if found.group.kind == "verbs":
-            return found.group.can_still_be_written(reservation)
-        return found.live and not found.group.fenced
+        return (found.live or found.group.kind == "verbs") and found.group.can_still_be_written(reservation)
 
     # ---- frames ------------------------------------------------------------------------------------------------------
 

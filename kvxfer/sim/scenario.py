@@ -30,9 +30,11 @@ MISTAKES = (
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """One request. ``decodes`` has one decode for each reader; ``prefill`` is an instance with all its ranks."""
+    """One request. ``decodes`` has one decode for each reader; ``prefill`` is an instance with all its ranks. ``prompt``
+    says what its pages contain: a request id that comes again is of the same prompt."""
 
     serial: int
+    prompt: int
     request_id: str
     at_s: float
     prefill: int
@@ -174,13 +176,16 @@ def _requests(dice: random.Random, base: Scenario) -> tuple[RequestPlan, ...]:
         if kind == "oversize":
             n_tokens = (max(base.decode_pages, base.prefill_pages) + 1) * TOKENS_PER_PAGE
         first = dice.randrange(n_tokens) if dice.random() < 0.25 and kind == HONEST else 0
-        request_id = f"r{serial}"
+        prompt = serial
+        if base.fair and not base.weather.ordered:
+            readers = 1  # several would have to try again together
         if plans and not base.fair and dice.random() < 0.1:
-            request_id = plans[-1].request_id
+            prompt = plans[-1].prompt
         plans.append(
             RequestPlan(
                 serial=serial,
-                request_id=request_id,
+                prompt=prompt,
+                request_id=f"r{prompt}",
                 at_s=at_s,
                 prefill=dice.randrange(base.prefills),
                 decodes=tuple(dice.sample(range(base.decodes), readers)),

@@ -91,6 +91,7 @@ class SenderLeg:
         assert self.grant.commit is not None
         reserve, layout = self.reserve, self.places.layout
         n_tokens, aux = self.grant.commit
+        self.group.world.committed[reserve.reservation, reserve.leg] = n_tokens
         first = lane == reserve.lanes[0]
         folds = None
         if first and reserve.verify == "digest":

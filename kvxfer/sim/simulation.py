@@ -24,7 +24,7 @@ SETTLE_S = 400.0
 """Everything ends within this time after the last fault: the sum of the cores' own bounds, and some."""
 
 SETTLE_EVENTS = 30_000
-CLOSE_S = 60.0
+CLOSE_S = 200.0
 LOOK_EVERY = 16
 
 
@@ -110,6 +110,7 @@ class Simulation:
     def _close(self) -> None:
         world = self.world
         nodes = list(world.nodes.values())
+        self.workload.closing = True
         for node in nodes:
             assert isinstance(node, (DecodeNode, PrefillNode))
             node.deliver("closes", lambda node=node: node.core.close(node.clock(), "the run is over"))  # type: ignore[misc]

@@ -29,12 +29,18 @@ class Workload:
         self.excused: set[int] = set()  # serials that need not succeed
         self.begun: set[int] = set()
         self.why: dict[int, str] = {}
+        self.closing = False  # the engines have no more work
         self._retried: dict[tuple[int, int], int] = {}
 
     def start(self) -> None:
         for plan in self.plan.requests:
             if plan.at_s <= self.plan.horizon_s:
                 self.world.at(plan.at_s, lambda plan=plan: self._begin(plan))  # type: ignore[misc]
+
+    @property
+    def _goes_on(self) -> bool:
+        """Requests that did not get through may be tried again."""
+        return not self.closing and (not self.world.healed or self.plan.fair)
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
@@ -69,7 +75,8 @@ class Workload:
         assert isinstance(node, (DecodeNode, PrefillNode))
 
         def run() -> None:
-            call(node)
+            if not self.closing:
+                call(node)
 
         node.deliver(what, run)
 
@@ -82,7 +89,7 @@ class Workload:
                 node.engine.decline(plan, rank, self._prefill(plan))
                 return
             found = node.engine.reserve(plan, rank, attempt, self._prefill(plan), incarnation)
-            if found == "later" and patience > 0 and not self.world.healed:
+            if found == "later" and patience > 0 and self._goes_on:
                 self.world.counts["reserve waits for pages"] += 1
                 self.world.later(1.0, lambda: self._reserve(plan, rank, attempt, patience - 1, incarnation))
             elif isinstance(found, str):
@@ -105,7 +112,7 @@ class Workload:
                 node.engine.reject(plan)
                 return
             found = node.engine.accept(plan)
-            if found == "later" and patience > 0 and not self.world.healed:
+            if found == "later" and patience > 0 and self._goes_on:
                 self.world.counts["accept waits"] += 1
                 self.world.later(1.0, lambda: self._accept(plan, name, patience - 1))
             elif found != "accepted":
@@ -136,7 +143,7 @@ class Workload:
         self.world.counts[f"handoff failed: {type(error).__name__}"] += 1
         self.why.setdefault(plan.serial, f"{type(error).__name__}: {error.message}")
         key = plan.serial, handoff.rank
-        if error.retryable and self._retried.get(key, 0) < plan.retries and not self.world.healed:
+        if error.retryable and self._retried.get(key, 0) < plan.retries and self._goes_on:
             self._retried[key] = self._retried.get(key, 0) + 1
             self.world.counts["handoffs retried"] += 1
             self.world.later(0.1, lambda: self._reserve(plan, handoff.rank, handoff.attempt + 1, PATIENCE, None))

@@ -34,6 +34,7 @@ class World:
         self.now = 0.0
         self.events = 0
         self.healed = False
+        self.committed: dict[tuple[int, int], int] = {}  # (reservation, leg) -> tokens that its records speak of
         self.trace = Trace(keep)
         self.nodes: dict[str, Node] = {}
         self.groups: dict[tuple[bytes, int], LaneGroup] = {}
