@@ -272,10 +272,18 @@ def test_the_engines_reason_for_a_rejection_is_the_errors_code(world: Any) -> No
     assert error.details["code"] == "prompt_too_long"
 
 
-def test_a_stale_generation_is_retryable(world: Any) -> None:
+@pytest.mark.parametrize("code", ["generation", "stale_number", "busy", "closed", "duplicate", "ended"])
+def test_a_rejection_for_a_reason_that_passes_is_retryable(world: Any, code: str) -> None:
     reservation = world.reserve([5])
-    world.say(world.session(), msg.Rejected(reservation, 0, "generation", "fenced meanwhile"))
+    world.say(world.session(), msg.Rejected(reservation, 0, code, "not now"))
     assert world.error(reservation).retryable
+
+
+@pytest.mark.parametrize("code", ["rejected", "capacity", "geometry", "verify", "readers", "declined"])
+def test_a_rejection_that_will_come_again_is_not_retryable(world: Any, code: str) -> None:
+    reservation = world.reserve([5])
+    world.say(world.session(), msg.Rejected(reservation, 0, code, "never"))
+    assert not world.error(reservation).retryable
 
 
 def test_closing_says_bye_fences_and_closes_every_session(world: Any) -> None:
