@@ -22,6 +22,9 @@ void translate(const std::exception_ptr& exception, void* native_error) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // A program that exits without close() leaves objects alive at the interpreter's end. The kernel takes back their
+  // memory and sockets, so a page of warnings would only hide the program's own last words.
+  nb::set_leak_warnings(false);
   m.doc() = "The C++ core of kvxfer: digests, shared memory, completions and the lanes.";
   nb::object native_error = nb::steal(PyErr_NewExceptionWithDoc(
       "kvxfer._native.NativeError", "A failed call of the core: the message names the call and errno.",
