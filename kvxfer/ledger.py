@@ -1,6 +1,7 @@
 """S5: who owns each page of a pool, and in which state it is. Shared by all endpoints of a pool.
 
-An *owner* is a reservation id; 0 is nobody. Pages are named by id space, because overlaid groups share page numbers and
+An *owner* is a reservation id; 0 is nobody. A *pin* is a prefill grant's: the page is being sent, so it must neither be
+written by a peer nor handed out again. Pages are named by id space, because overlaid groups share page numbers and
 bytes. Every call costs time by the pages it names, never by the size of the pool.
 """
 
@@ -63,6 +64,14 @@ def _twice(array: U64) -> int | None:
     return int(ordered[int(np.argmax(same))]) if same.any() else None
 
 
+def _times(array: U64) -> tuple[U64, npt.NDArray[np.uint32] | int]:
+    """Distinct pages, and how often each is named."""
+    if _twice(array) is None:
+        return array, 1
+    distinct, times = np.unique(array, return_counts=True)
+    return distinct, times.astype(np.uint32)
+
+
 def _tally(owners: U64) -> Iterable[tuple[int, int]]:
     """Each owner and how often it occurs."""
     first = int(owners[0])
@@ -82,7 +91,7 @@ def _as_pages(pages: Any) -> U64:
 
 
 class PageLedger:
-    """Owner and state of every page. Thread-safe.
+    """Owner, state and pins of every page. Thread-safe.
 
     Args:
         sizes: number of pages of each id space.
@@ -95,6 +104,9 @@ class PageLedger:
         # The same memory, for single pages: an element takes a fraction of an array operation.
         self._one_owner = [owners.data for owners in self._owner]
         self._one_state = [states.data for states in self._state]
+        self._pins: list[npt.NDArray[np.uint32]] = [np.zeros(n, np.uint32) for n in sizes]
+        self._one_pins = [pins.data for pins in self._pins]
+        self._n_pins = 0  # over all pages: a pool that only receives need not look at the arrays
         self._held: dict[int, _Holding] = {}
         self._counts = [sum(sizes), 0, 0, 0]
 
@@ -109,7 +121,7 @@ class PageLedger:
         FREE and READY pages can be claimed: a READY page was handed to the engine, which offers it again.
 
         Raises:
-            OwnershipError: a page is RESERVED or QUARANTINED, is named twice, or ``owner`` already holds pages.
+            OwnershipError: a page is RESERVED, QUARANTINED or pinned, is named twice, or ``owner`` already holds pages.
             GeometryError: an id space or page that the pool does not have.
         """
         if not 0 < owner < 1 << 64:
@@ -175,18 +187,78 @@ class PageLedger:
         """The engine gives back pages it got at READY: READY → FREE. FREE pages stay so.
 
         Raises:
-            OwnershipError: one of them is RESERVED or QUARANTINED (S2); nothing has changed.
+            OwnershipError: one of them is RESERVED or QUARANTINED (S2), or pinned; nothing has changed.
             GeometryError: a page or id space that the pool does not have.
         """
         array = _as_pages(pages)
         with self._lock:
             self._check_free(space, array, "cannot be given back")
+            self._check_unpinned(space, array, "cannot be given back")
             if _twice(array) is not None:
                 array = np.unique(array)
             self._take_over(space, array)
             self._owner[space][array] = 0
             self._state[space][array] = _FREE
             self._counts[_FREE] += len(array)
+
+    def pin(self, pages: Mapping[int, Any]) -> None:
+        """Holds ``pages`` (id space → page numbers) as the source of a transfer, all of them or none.
+
+        A pinned page cannot be claimed, given back or taken. Pins count: a page is free of them after as many unpins,
+        and a page that one call names twice is pinned twice.
+
+        Raises:
+            OwnershipError: S1: a page is RESERVED or QUARANTINED, so its bytes are unconfirmed and not to be sent on.
+            GeometryError: an id space or page that the pool does not have.
+        """
+        wanted = {space: _as_pages(array) for space, array in pages.items()}
+        with self._lock:
+            for space, array in wanted.items():
+                self._check_free(space, array, "cannot be sent")
+            for space, array in wanted.items():
+                if len(array) == 1:
+                    self._one_pins[space][int(array[0])] += 1
+                else:
+                    distinct, times = _times(array)
+                    self._pins[space][distinct] += times
+                self._n_pins += len(array)
+
+    def unpin(self, pages: Mapping[int, Any]) -> None:
+        """Takes back one pin for each time a page is named, all of them or none.
+
+        Raises:
+            OwnershipError: a page has fewer pins.
+            GeometryError: an id space or page that the pool does not have.
+        """
+        wanted = {space: _as_pages(array) for space, array in pages.items()}
+        with self._lock:
+            counted = []
+            for space, array in wanted.items():
+                self._check_bounds(space, array)
+                distinct, times = _times(array)
+                missing = self._pins[space][distinct] < times
+                if missing.any():
+                    page = int(distinct[int(np.argmax(missing))])
+                    raise OwnershipError(
+                        f"page {page} is unpinned more often than it was pinned; unpin what pin was given, once",
+                        id_space=space,
+                        page=page,
+                        pins=int(self._pins[space][page]),
+                    )
+                counted.append((space, distinct, times, len(array)))
+            for space, distinct, times, number in counted:
+                self._pins[space][distinct] -= times
+                self._n_pins -= number
+
+    def may_be_taken(self, space: int, pages: Any) -> npt.NDArray[np.bool_]:
+        """Which of ``pages`` an allocator may hand out: FREE or READY, and not pinned. Raises GeometryError."""
+        array = _as_pages(pages)
+        with self._lock:
+            self._check_bounds(space, array)
+            usable: npt.NDArray[np.bool_] = (self._state[space][array] & _MAY_BE_WRITTEN) == 0
+            if self._n_pins:
+                usable &= self._pins[space][array] == 0
+            return usable
 
     def pages_of(self, owner: int) -> dict[int, U64]:
         """The pages that ``owner`` still holds, by id space, in the order of the claim. Empty if it holds none."""
@@ -269,6 +341,7 @@ class PageLedger:
 
     def _check_claim(self, owner: int, space: int, array: U64) -> None:
         self._check_free(space, array, "cannot be reserved", owner)
+        self._check_unpinned(space, array, "cannot be reserved", owner)
         twice = _twice(array)
         if twice is not None:
             raise OwnershipError(
@@ -294,6 +367,23 @@ class PageLedger:
             page=page,
             holder=f"{holder:016x}",
             state=state.name,
+        )
+
+    def _check_unpinned(self, space: int, array: U64, verb: str, owner: int | None = None) -> None:
+        """Of pages within bounds."""
+        if not self._n_pins or (len(array) == 1 and not self._one_pins[space][int(array[0])]):
+            return
+        pins = self._pins[space][array]
+        if not pins.any():
+            return
+        first = int(np.argmax(pins != 0))
+        page = int(array[first])
+        raise OwnershipError(
+            f"page {page} {verb}: it is being sent by a prefill grant of this pool; wait for its release",
+            reservation=owner,
+            id_space=space,
+            page=page,
+            pins=int(pins[first]),
         )
 
     def _check_bounds(self, space: int, array: U64) -> None:

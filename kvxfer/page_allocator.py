@@ -9,13 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import CapacityError, GeometryError
-from kvxfer.ledger import PageLedger, PageState
+from kvxfer.ledger import PageLedger
 
 U64 = npt.NDArray[np.uint64]
 
 
 class PageAllocator:
-    """Hands out the pages of one id space. Thread-safe. A page that a handoff may still write never comes back (S2)."""
+    """Hands out the pages of one id space. Thread-safe.
+
+    A page that a handoff may still write (S2), or that is still being sent, never comes back.
+    """
 
     def __init__(self, ledger: PageLedger, space: int) -> None:
         self._ledger = ledger
@@ -48,7 +51,7 @@ class PageAllocator:
         """All of them or none.
 
         Raises:
-            OwnershipError: a page is RESERVED or QUARANTINED.
+            OwnershipError: a page is RESERVED or QUARANTINED, or is being sent by a prefill grant.
             GeometryError: a page that was not taken, or is named twice.
         """
         array = np.asarray(pages)
@@ -72,10 +75,8 @@ class PageAllocator:
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
     def _usable(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Pages reserved without having been taken stay where they are until they are free again."""
-        states = self._ledger.states_of(self._space, self._free[at])
-        usable: npt.NDArray[np.bool_] = (states == PageState.FREE) | (states == PageState.READY)
-        return usable
+        """Pages reserved or sent without having been taken stay where they are until they are free again."""
+        return self._ledger.may_be_taken(self._space, self._free[at])
 
     def _top(self, n: int) -> npt.NDArray[np.int64] | None:
         """The ``n`` topmost places of the stack, if all of them can be taken."""

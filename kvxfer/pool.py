@@ -302,7 +302,7 @@ class PagePool:
         """Returns taken pages, all of them or none; READY pages become FREE.
 
         Raises:
-            OwnershipError: S2: one is RESERVED or QUARANTINED; wait for its reservation's release.
+            OwnershipError: S2: one is RESERVED or QUARANTINED, or is being sent; wait for the release.
             GeometryError: one was not taken, or is named twice.
         """
         self._allocator(group).give_back(pages)
