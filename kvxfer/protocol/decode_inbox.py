@@ -202,7 +202,7 @@ class DecodeInbox(DecodeOffers):
         """Granted, Rejected, Failed, Quiesced, Digests: of a live leg of this session, or late, or not ours at all."""
         reservation = self._reservations.get(message.reservation)
         if reservation is None:
-            self._on_ended(session, message, out)
+            self._on_ended(now, session, message, out)
             return
         leg = reservation.leg(message.leg, session)
         if leg is None:
@@ -211,7 +211,7 @@ class DecodeInbox(DecodeOffers):
             return
         _LEG_HANDLERS[type(message)](self, now, reservation, leg, message, out)
 
-    def _on_ended(self, session: Session, message: Any, out: list[Action]) -> None:
+    def _on_ended(self, now: float, session: Session, message: Any, out: list[Action]) -> None:
         """Late words about ended reservations are ignored; a prefill that still asks is told how it ended."""
         if isinstance(message, Failed):
             ended = self._ended.get(message.reservation)
@@ -220,7 +220,9 @@ class DecodeInbox(DecodeOffers):
                 return
             if ended.state == states.READY:
                 session.send(Done(ended.id, leg.index), out)
-            else:
+            elif now >= leg.next_word:
+                # A prefill that knows answers ABORT with FAILED. Rarer each time, or the two would never fall silent.
+                leg.next_word = now + max(self.config.abort_repeat_s, now - ended.failed_at)
                 session.send(Abort(ended.id, leg.number, leg.index, ended.request_id, "it has ended"), out)
 
     def _on_granted(self, now: float, reservation: Reservation, leg: Leg, message: Any, out: list[Action]) -> None:

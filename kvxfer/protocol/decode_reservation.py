@@ -40,7 +40,8 @@ class Leg:
 
     __slots__ = (
         "abort_answered", "answered", "closed", "digests", "generation", "groups", "index", "kind", "lanes", "layout",
-        "number", "posted", "records", "reservation", "reserve", "revoke_asked", "session", "table", "violated",
+        "next_word", "number", "posted", "records", "reservation", "reserve", "revoke_asked", "session", "table",
+        "violated",
     )  # fmt: skip
 
     def __init__(self, reservation: Reservation, index: int, session: Session) -> None:
@@ -63,6 +64,7 @@ class Leg:
         self.closed: str | None = None
         self.revoke_asked = False
         self.abort_answered = False
+        self.next_word = 0.0  # not before this is a prefill told once more that the reservation has ended
 
     @property
     def offered(self) -> bool:

@@ -159,3 +159,15 @@ def test_timers_of_ended_reservations_do_not_pile_up(world: Any) -> None:
         world.hand_over(world.reserve([1], request_id=f"r{number}", timeout_s=3600.0))
     assert len(world.core._timers._heap) < 100
     assert len(world.core._reservations) == 0
+
+
+def test_a_prefill_that_answers_every_abort_with_failed_is_answered_ever_more_rarely(world: Any) -> None:
+    reservation = world.reserve([5])
+    failed = msg.Failed(reservation, 0, -1, 1, "lane", "the lanes went before it drained")
+    world.say(world.session(), failed)
+    world.say(world.session(), failed)  # the answer to ABORT: from here on only the end of the handoff is remembered
+    answered = len(world.sent(msg.Abort))
+    for _ in range(1000):
+        world.advance(0.01)
+        world.say(world.session(), failed)
+    assert answered < len(world.sent(msg.Abort)) < answered + 8
