@@ -29,10 +29,10 @@ def test_planted_pages_are_found_and_only_those(page_bytes: int) -> None:
 
 def test_all_free_pages_are_planted_and_others_left_alone() -> None:
     pool = make_pool()
-    pool.ledger.claim(1, {0: [5]})
+    pool._ledger.claim(1, {0: [5]})
     planted = plant_canaries(pool)
     assert planted.tolist() == [page for page in range(16) if page != 5]
-    pool.ledger.release(1)
+    pool._ledger.release(1)
     assert not pool.page("kv", 0, 5).any()
 
 
@@ -63,8 +63,8 @@ def test_pages_and_seeds_have_different_canaries() -> None:
 @pytest.mark.parametrize("state", [PageState.RESERVED, PageState.QUARANTINED])
 def test_pages_that_may_still_be_written_are_neither_planted_nor_looked_at(state: PageState) -> None:
     pool = make_pool()
-    pool.ledger.claim(1, {0: [5]})
-    pool.ledger.mark(1, state)
+    pool._ledger.claim(1, {0: [5]})
+    pool._ledger.mark(1, state)
     with pytest.raises(NotReady):
         plant_canaries(pool, [4, 5])
     with pytest.raises(NotReady):
@@ -75,8 +75,8 @@ def test_pages_that_may_still_be_written_are_neither_planted_nor_looked_at(state
 def test_a_ready_page_is_looked_at_but_never_planted() -> None:
     pool = make_pool()
     plant_canaries(pool)
-    pool.ledger.claim(1, {0: [5]})
-    pool.ledger.mark(1, PageState.READY)
+    pool._ledger.claim(1, {0: [5]})
+    pool._ledger.mark(1, PageState.READY)
     assert find_canaries(pool, [5]).tolist() == [5]
     with pytest.raises(NotReady):
         plant_canaries(pool, [5])
@@ -107,11 +107,11 @@ def test_an_overlay_is_planted_once() -> None:
 
 def test_the_map_shows_each_pages_state() -> None:
     pool = make_pool(pages=8)
-    pool.ledger.claim(1, {0: [1]})
-    pool.ledger.claim(2, {0: [2]})
-    pool.ledger.mark(2, PageState.READY)
-    pool.ledger.claim(3, {0: [7]})
-    pool.ledger.mark(3, PageState.QUARANTINED)
+    pool._ledger.claim(1, {0: [1]})
+    pool._ledger.claim(2, {0: [2]})
+    pool._ledger.mark(2, PageState.READY)
+    pool._ledger.claim(3, {0: [7]})
+    pool._ledger.mark(3, PageState.QUARANTINED)
     assert render(pool).splitlines() == [
         "kv: 8 pages",
         "  ·▒█····✖",
@@ -123,8 +123,8 @@ def test_the_map_shows_each_pages_state() -> None:
 
 def test_in_a_large_map_a_mark_shows_the_worst_of_its_pages() -> None:
     pool = make_pool(page_bytes=1, pages=1000)
-    pool.ledger.claim(1, {0: [999]})
-    pool.ledger.mark(1, PageState.QUARANTINED)
+    pool._ledger.claim(1, {0: [999]})
+    pool._ledger.mark(1, PageState.QUARANTINED)
     lines = render(pool, width=50, max_rows=2).splitlines()
     assert lines[0] == "kv: 1000 pages, a mark is 10 pages"
     assert lines[2] == "  " + "·" * 49 + "✖"

@@ -29,9 +29,9 @@ def test_a_page_of_an_overlay_belongs_to_one_reservation_whatever_group_it_is_fo
     tensor = np.zeros((8, 64), np.uint8)
     pool = PagePool([group("full", tensor), group("window", tensor)], shared_ids=True)
     full, window = pool.id_spaces
-    pool.ledger.claim(1, {full: [3]})
+    pool._ledger.claim(1, {full: [3]})
     with pytest.raises(OwnershipError):
-        pool.ledger.claim(2, {window: [3]})
+        pool._ledger.claim(2, {window: [3]})
 
 
 def test_an_overlay_that_was_not_declared_is_refused() -> None:

@@ -40,8 +40,8 @@ def test_a_free_page_is_the_engines_to_read_and_write(pool: PagePool) -> None:
 
 @pytest.mark.parametrize("state", [PageState.RESERVED, PageState.QUARANTINED])
 def test_a_page_that_is_not_confirmed_is_never_shown(pool: PagePool, state: PageState) -> None:
-    pool.ledger.claim(A, {0: [2]})
-    pool.ledger.mark(A, state)
+    pool._ledger.claim(A, {0: [2]})
+    pool._ledger.mark(A, state)
     with pytest.raises(NotReady) as caught:
         pool.page("kv", 0, 2)
     assert caught.value.reservation == A
@@ -51,8 +51,8 @@ def test_a_page_that_is_not_confirmed_is_never_shown(pool: PagePool, state: Page
 
 
 def test_a_ready_page_is_shown_read_only(pool: PagePool) -> None:
-    pool.ledger.claim(A, {0: [2]})
-    pool.ledger.mark(A, PageState.READY)
+    pool._ledger.claim(A, {0: [2]})
+    pool._ledger.mark(A, PageState.READY)
     view = pool.page("kv", 0, 2)
     assert view.tolist() == list(range(64, 96))
     with pytest.raises(ValueError, match="read-only"):
@@ -62,7 +62,7 @@ def test_a_ready_page_is_shown_read_only(pool: PagePool) -> None:
 
 
 def test_a_page_that_is_not_confirmed_is_not_shown_to_another_thread_either(pool: PagePool) -> None:
-    pool.ledger.claim(A, {0: [2]})
+    pool._ledger.claim(A, {0: [2]})
     seen: list[Any] = []
 
     def look() -> None:
@@ -154,8 +154,8 @@ def test_memory_of_a_dropped_pool_is_kept_while_a_writer_is_not_proven_silent() 
     def dropped(state: PageState) -> weakref.ref[Any]:
         tensor = np.zeros((4, 8), np.uint8).view(Tracked)
         pool = PagePool([PageGroup("kv", tensor, tokens_per_page=1)])
-        pool.ledger.claim(A, {0: [0]})
-        pool.ledger.mark(A, state)
+        pool._ledger.claim(A, {0: [0]})
+        pool._ledger.mark(A, state)
         return weakref.ref(tensor)
 
     kept = len(pool_module._KEPT)
@@ -212,12 +212,12 @@ def test_taking_more_than_there_are_is_refused_with_both_numbers() -> None:
 def test_a_page_that_may_still_be_written_cannot_be_given_back(state: PageState) -> None:
     pool = PagePool([PageGroup("kv", np.zeros((4, 4), np.uint8), tokens_per_page=1)])
     pages = pool.take(3)
-    pool.ledger.claim(A, {0: pages[:1]})
-    pool.ledger.mark(A, state)
+    pool._ledger.claim(A, {0: pages[:1]})
+    pool._ledger.mark(A, state)
     with pytest.raises(OwnershipError, match="given back"):
         pool.give_back(pages)
     assert pool.n_free() == 1, "all of them or none"
-    pool.ledger.release(A)
+    pool._ledger.release(A)
     pool.give_back(pages)
     assert sorted(pool.take(4).tolist()) == [0, 1, 2, 3]
 
@@ -225,19 +225,19 @@ def test_a_page_that_may_still_be_written_cannot_be_given_back(state: PageState)
 def test_a_page_given_back_after_ready_is_free() -> None:
     pool = PagePool([PageGroup("kv", np.zeros((4, 4), np.uint8), tokens_per_page=1)])
     pages = pool.take(2)
-    pool.ledger.claim(A, {0: pages})
-    pool.ledger.mark(A, PageState.READY)
+    pool._ledger.claim(A, {0: pages})
+    pool._ledger.mark(A, PageState.READY)
     pool.give_back(pages)
     assert pool.ledger.state_of(0, 0) == PageState.FREE
 
 
 def test_pages_reserved_without_having_been_taken_are_not_handed_out() -> None:
     pool = PagePool([PageGroup("kv", np.zeros((4, 4), np.uint8), tokens_per_page=1)])
-    pool.ledger.claim(A, {0: [0, 2]})
+    pool._ledger.claim(A, {0: [0, 2]})
     assert pool.take(2).tolist() == [1, 3]
     with pytest.raises(CapacityError):
         pool.take(1)
-    pool.ledger.release(A)
+    pool._ledger.release(A)
     assert sorted(pool.take(2).tolist()) == [0, 2]
 
 
