@@ -35,6 +35,8 @@ def main() -> None:
     except KvxferError as error:
         print(f"prefill: {error}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:
+        os._exit(1)  # the parent is gone, with whoever would read why; an orderly exit would complain about the pipe
 
 
 if __name__ == "__main__":

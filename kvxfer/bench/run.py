@@ -185,14 +185,21 @@ class _PrefillProcess:
 
     def __init__(self, options: BenchOptions) -> None:
         command = [sys.executable, "-m", "kvxfer.bench", json.dumps(asdict(options))]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        # A session of its own: Ctrl-C reaches this process only, which then ends the other.
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
         self.address = ""
 
     def __enter__(self) -> _PrefillProcess:
         stdout = self._process.stdout
         assert stdout is not None
-        waiting, _, _ = select.select([stdout], [], [], START_TIMEOUT_S)
-        line = stdout.readline() if waiting else ""
+        try:
+            waiting, _, _ = select.select([stdout], [], [], START_TIMEOUT_S)
+            line = stdout.readline() if waiting else ""
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
         if not line:
             self._end()
             raise PeerLost(
@@ -203,7 +210,14 @@ class _PrefillProcess:
         self.address = json.loads(line)["address"]
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is KeyboardInterrupt:
+            self._interrupt()
+        else:
+            self._end()
+
+    def _interrupt(self) -> None:
+        self._process.terminate()  # nobody waits for what it is about to do
         self._end()
 
     def _end(self) -> None:

@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = Output("--json" in given)
     try:
         status = app(args=given, standalone_mode=False, prog_name="kvxfer")
+        if status == exit_codes.INTERRUPTED:  # typer takes Ctrl-C for a command that chose this status
+            raise KeyboardInterrupt
     except CliError as error:
         output.fail(error)
     except KvxferError as error:
