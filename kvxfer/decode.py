@@ -162,7 +162,7 @@ class DecodeEndpoint(DecodeExecutor):
             if self._closing:
                 raise Closed("the decode endpoint is closed", reservation=reservation, request_id=request_id)
             space = self._pool.geometry.groups[self._pool.geometry.group_index(group)].id_space
-            ledger = self._pool.ledger
+            ledger = self._pool._ledger
             if ledger.owner_of(space, page) != reservation or ledger.state_of(space, page) != PageState.READY:
                 raise NotReady(
                     f"page {page} of group {group!r} has been given up or reserved anew since this handoff",

@@ -77,7 +77,7 @@ class DecodeExecutor(Endpoint):
         self._used: set[int] = set()  # sessions whose sockets were used since they were last asked for frames
         self._max_record_bytes = max_record_bytes(pool.geometry)
         self._fences = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-fence")
-        self._core = DecodeCore(self._config, pool.geometry, pool.ledger, os.urandom, plan, hosts.host_identity())
+        self._core = DecodeCore(self._config, pool.geometry, pool._ledger, os.urandom, plan, hosts.host_identity())
         self._next_tick: float | None = None
         self._failed_fences: list[act.Fence] = []
         self._fence_again_at = 0.0
@@ -373,9 +373,10 @@ class DecodeExecutor(Endpoint):
             reports[session, leg] = LegReport(bitmaps, folds, violations, bytes_landed, digests)
         return self._core.verified(self._now(), action.reservation, reports)
 
-    def _zero_tail(self, action: act.ZeroTail) -> None:
+    def _zero_tail(self, action: act.ZeroTail) -> Sequence[Action]:
         for bases, runs, stride, nbytes in tail_runs(self._pool, action.n_tokens, action.groups):
             _native.zero_runs(bases, runs, stride, nbytes)
+        return self._core.tail_zeroed(self._now(), action.reservation)
 
     def _forget_leg(self, action: act.ForgetLeg) -> None:
         receiver = self._legs.pop((action.session, action.reservation, action.leg), None)

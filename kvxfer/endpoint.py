@@ -74,10 +74,12 @@ class Endpoint(ABC):
 
     def counters(self) -> dict[str, int]:
         """Counts of everything that happened, by name (refusals, mismatches, fences, quarantines, ...)."""
+        self._check_process()
         return self._trail.counts()
 
     def audit_lines(self) -> list[dict[str, Any]]:
         """The last audit lines, oldest first, JSON-serialisable. All of them go to the logger ``kvxfer.audit``."""
+        self._check_process()
         return self._trail.lines()
 
     @abstractmethod

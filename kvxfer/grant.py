@@ -35,6 +35,7 @@ class Grant:
         "_events",
         "_id",
         "_pending",
+        "_pins",
         "_released",
         "_source",
         "_waited_for",
@@ -63,6 +64,7 @@ class Grant:
         self._events: set[str] = set()  # kinds told so far
         self._waited_for = False  # a wait call has told its caller of the end: later events are not repeated by poll
         self._committing = False  # commit was called and waits behind those writes
+        self._pins: list[dict[int, npt.NDArray[np.uint64]]] = []  # pages pinned in the pool, by id space
         self._pending = 0  # writes whose events have not happened yet
 
     def write(
@@ -79,7 +81,8 @@ class Grant:
                 returns at once, and the write happens after it. Errors that show only then fail the grant.
             progress: tells decode's core that a batch has ended.
 
-        Raises GeometryError, DuplicateWrite, AdmissionClosed, Closed; nothing of the group concerned has been sent
+        Raises OwnershipError for pages that a reservation of this pool still waits for, GeometryError,
+        DuplicateWrite, AdmissionClosed, Closed; nothing of the group concerned has been sent
         then.
         """
         endpoint = self._endpoint

@@ -219,13 +219,17 @@ class Handoff(_Sealed):
                 return False
             leads = endpoint._reactor.lead()
             self._waiters.append(waiter)
-        if leads:
-            endpoint._lead(self._final, timeout_s)
-        elif waiter.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            return True
+        try:
+            if leads:
+                endpoint._lead(self._final, timeout_s)
+            elif waiter.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                return True
+        finally:
+            # Also where a signal handler raised: a waiter that is left behind counts as somebody who was told.
+            with lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
         with lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
             return self._final()
 
     def _take_wakes(self) -> list[Callable[[], object]]:

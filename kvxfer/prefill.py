@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -149,6 +150,7 @@ class PrefillEndpoint(PrefillExecutor):
         with self._lock:
             self._check_open()
             self._check_write(grant)
+            self._pin(grant, batches)
             self._core.note_written(grant._id)
         self._post(grant, batches, progress)
 
@@ -184,6 +186,10 @@ class PrefillEndpoint(PrefillExecutor):
                 continue
 
     def _commit(self, grant: Grant, n_tokens: int, aux: bytes) -> None:
+        try:
+            n_tokens = operator.index(n_tokens)
+        except TypeError:
+            raise GeometryError("n_tokens must be an integer", request_id=grant.request_id) from None
         if n_tokens < 0:
             raise GeometryError("n_tokens must not be negative", request_id=grant.request_id, n_tokens=n_tokens)
         if len(aux) > MAX_AUX_BYTES:
@@ -222,10 +228,12 @@ class PrefillEndpoint(PrefillExecutor):
         return grant._released
 
     def _first_token(self, grant: int) -> int | None:
+        self._check_process()
         with self._lock:
             return self._core.first_token(grant)
 
     def _state(self, grant: int) -> str:
+        self._check_process()
         with self._lock:
             return self._core.state(grant)
 
@@ -246,6 +254,7 @@ class PrefillEndpoint(PrefillExecutor):
             # Lanes have let go; a write that still digests in another thread must, too. The digests stay: decode may
             # yet ask for them to name a chunk.
             grant._source.end_writes()
+            self._unpin(grant)
             grant._released = True
         if "released" in grant._events and ("ready" in grant._events or "failed" in grant._events):
             self._drop_grant(action.key)

@@ -4,6 +4,7 @@ events."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import struct
@@ -36,6 +37,7 @@ from kvxfer.protocol.messages import Reserve
 from kvxfer.protocol.prefill import PrefillCore
 from kvxfer.protocol.prefill_config import PrefillConfig
 
+_LOG = logging.getLogger("kvxfer")
 DEFAULT_LOCAL_LANES = 1
 DEFAULT_TCP_LANES = 2
 
@@ -76,11 +78,19 @@ class PrefillExecutor(Endpoint):
             for index, group in enumerate(pool.geometry.groups)
         }
         self._incarnation = os.urandom(8)
+        self._lane_counts = {kind: n for kind, n in (("local", local_lanes), ("tcp", tcp_lanes)) if n > 0}
         self._server = ControlServer(
             bind, keys=keys, insecure=insecure, limits=self._limits, advertise_host=advertise_host
         )
+        try:
+            self._start(pool, tcp_lanes, local_lanes)
+        except BaseException:
+            # A control socket that is left open would hold up the next garbage collection for ever.
+            self._server.close()
+            raise
+
+    def _start(self, pool: PagePool, tcp_lanes: int, local_lanes: int) -> None:
         self._sender = _native.Sender(self._completions, pool.native)
-        self._lane_counts = {kind: n for kind, n in (("local", local_lanes), ("tcp", tcp_lanes)) if n > 0}
         self._listener = LaneListener(
             tcp_hosts=self._server.lane_hosts if tcp_lanes > 0 else (),
             local=local_lanes > 0,
@@ -338,10 +348,27 @@ class PrefillExecutor(Endpoint):
                     if len(entries) == 1:
                         raise
                     continue
+                self._pin(grant, batches)
                 self._core.note_written(grant._id)
                 grant._pending += 1
                 alive.append((grant, batches))
             self._submit(lambda: self._write_when_there(alive, after, progress))
+
+    def _pin(self, grant: Grant, batches: Sequence[Batch]) -> None:
+        """S3, S5: until the release no reservation of this pool gets these pages, and what a reservation still waits
+        for
+        is not sent on. Raises OwnershipError."""
+        pages: dict[int, npt.NDArray[np.uint64]] = {}
+        for group, _, pool, _ in batches:
+            space = self._pool.geometry.groups[group].id_space
+            pages[space] = np.concatenate([pages[space], pool]) if space in pages else pool
+        self._pool._ledger.pin(pages)
+        grant._pins.append(pages)
+
+    def _unpin(self, grant: Grant) -> None:
+        for pages in grant._pins:
+            self._pool._ledger.unpin(pages)
+        grant._pins.clear()
 
     def _write_when_there(self, entries: Sequence[tuple[Grant, Sequence[Batch]]], after: Any, progress: bool) -> None:
         failure: KvxferError | None = None
@@ -405,7 +432,11 @@ class PrefillExecutor(Endpoint):
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:
+                # Its own grant is left to its deadline; the writes of every other grant must go on.
+                _LOG.exception("kvxfer: a write or commit behind an event failed")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+_LONGEST_WAIT_S = 3600.0
 _LOG = logging.getLogger("kvxfer")
 
 
@@ -123,7 +124,8 @@ class Reactor:
     def _run(self) -> None:
         deadline: float | None = None
         while not self._stopping:
-            timeout_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            # epoll counts milliseconds in 31 bits; waking once an hour costs nothing.
+            timeout_s = -1.0 if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S)
             found = [fd for fd, _ in self._epoll.poll(timeout_s)]
             if self._wake_fd in found:
                 with contextlib.suppress(BlockingIOError):

@@ -142,7 +142,8 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class ZeroTail:
-    """Zero the token slots past ``n_tokens`` in the last page of each group whose token axis is known."""
+    """Zero the token slots past ``n_tokens`` in the last page of each group whose token axis is known. *Answers*
+    ``tail_zeroed``: the reservation becomes READY after it."""
 
     reservation: int
     n_tokens: int

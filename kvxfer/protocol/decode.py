@@ -219,6 +219,14 @@ class DecodeCore(DecodeInbox):
             self._landed_digests(now, owner, reports, out)
         return out
 
+    def tail_zeroed(self, now: float, reservation: int) -> list[Action]:
+        """Answers ZeroTail. A reservation that has failed meanwhile stays failed."""
+        out: list[Action] = []
+        found = self._reservations.get(reservation)
+        if found is not None and found.state == states.VERIFYING and found.accepted is not None:
+            self._ready(now, found, *found.accepted, out)
+        return out
+
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:

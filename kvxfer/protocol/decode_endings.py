@@ -84,7 +84,13 @@ class DecodeEndings:
             if not self._start_naming(now, reservation, error, evidence, out):
                 self._fail(now, reservation, error, out)
             return
-        self._ready(now, reservation, accepted.aux, accepted.bytes_landed, out)
+        tail = self._groups_with_a_tail(reservation)
+        if tail:
+            # READY only once it has been zeroed: what lies past the last token may be an older prompt's.
+            reservation.accepted = (accepted.aux, accepted.bytes_landed)
+            out.append(ZeroTail(reservation.id, reservation.end_token, tail))
+        else:
+            self._ready(now, reservation, accepted.aux, accepted.bytes_landed, out)
 
     def _ready(self, now: float, reservation: Reservation, aux: bytes, nbytes: int, out: list[Action]) -> None:
         legs = reservation.legs
@@ -114,9 +120,6 @@ class DecodeEndings:
         for leg in legs:
             leg.session.legs.pop(reservation.id, None)
             out.append(ForgetLeg(leg.session.id, reservation.id, leg.index))
-        tail = self._groups_with_a_tail(reservation)
-        if tail:
-            out.append(ZeroTail(reservation.id, reservation.end_token, tail))
         out.append(MarkPages(reservation.id, "ready"))
         out.append(Notify("ready", reservation.id, reservation.request_id))
         for leg in legs:

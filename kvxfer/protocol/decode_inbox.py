@@ -49,7 +49,8 @@ _FAILED_CAUSES: dict[str, type[KvxferError]] = {
     "rejected": Rejected,
     "timeout": DeadlineExceeded,
 }
-# "duplicate" and "ended": a former reservation of the request has not ended at prefill yet; it may be this decode's own,
+# "duplicate" and "ended": a former reservation of the request has not ended at prefill yet. It may be this decode's
+# own,
 # whose ABORT is late or whose session died unnoticed there.
 _RETRYABLE_REJECTIONS = frozenset({"stale_number", "closed", "generation", "busy", "duplicate", "ended"})
 _OWN_FIELDS = frozenset({"message", "reservation", "request_id", "peer", "retryable", "code", "cause"})

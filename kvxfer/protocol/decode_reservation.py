@@ -104,7 +104,8 @@ class Reservation:
     """One reservation. ``groups`` are the engine's pages, ``legs`` the writers they are offered to."""
 
     __slots__ = (
-        "deadline", "end_token", "error", "expected", "failed_at", "first_record_at", "groups", "id", "last_record_at",
+        "accepted", "deadline", "end_token", "error", "expected", "failed_at", "first_record_at", "groups", "id",
+        "last_record_at",
         "legs", "landed_digests", "n_pages", "naming", "next_abort", "next_reserve", "offer", "offered_at", "outcome",
         "rank", "readers", "request_id", "reserved_at", "sent_digests", "state", "withdrawn",
     )  # fmt: skip
@@ -139,6 +140,7 @@ class Reservation:
         self.outcome: Outcome | None = None
         self.naming: Naming | None = None
         self.withdrawn: VerificationFailed | None = None  # a source was let go in mid-copy: prefill should say why
+        self.accepted: tuple[bytes, int] | None = None  # aux and bytes landed, while the tail is being zeroed
         self.landed_digests: npt.NDArray[np.uint64] | None = None
         self.sent_digests: npt.NDArray[np.uint64] | None = None
         self.reserved_at = now

@@ -276,6 +276,15 @@ class DecodeNode(Node):
     def _zero_tail(self, action: act.ZeroTail) -> Answer:
         return self.core.tail_zeroed(self.clock(), action.reservation)
 
+    def _zero_tail(self, action: act.ZeroTail) -> Answer:
+        """Decode itself writes, and only where the reservation is still the owner."""
+        for group in action.groups:
+            page = group.group, int.from_bytes(group.pool_pages[-8:], "little")
+            if self.memory.holder.get(page) != action.reservation:
+                raise Violation("S2-late-write", f"{self.name}: the tail of {action.reservation:x} is zeroed too late")
+        self.memory.zeroed.add(action.reservation)
+        return self.core.tail_zeroed(self.clock(), action.reservation)
+
     def _nothing(self, action: act.Action) -> Answer:
         return None
 

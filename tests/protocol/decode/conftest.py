@@ -314,6 +314,8 @@ class World:
             return core.fenced(now, action.session, action.generation)
         elif isinstance(action, act.Verify) and act.Verify not in self.held:
             return core.verified(now, action.reservation, self.reports(action))
+        elif isinstance(action, act.ZeroTail) and act.ZeroTail not in self.held:
+            return core.tail_zeroed(now, action.reservation)
         return ()
 
     def welcome(self, session: int) -> msg.Welcome:

@@ -50,9 +50,29 @@ def test_the_tail_of_the_last_page_is_zeroed_before_ready_is_told(world: Any) ->
     reservation = world.reserve([5, 6, 7], tokens=40)
     world.hand_over(reservation)
     kinds = [type(a) for a in world.log if isinstance(a, (act.ZeroTail, act.ForgetLeg, act.Notify))]
-    assert kinds == [act.ForgetLeg, act.ZeroTail, act.Notify]
+    assert kinds == [act.ZeroTail, act.ForgetLeg, act.Notify]
     (zero,) = world.all(act.ZeroTail)
     assert (zero.n_tokens, [group.group for group in zero.groups]) == (40, [0])
+
+
+def test_nothing_is_ready_while_the_tail_is_not_zeroed(world: Any) -> None:
+    reservation = world.reserve([5, 6, 7], tokens=40)
+    world.held.add(act.ZeroTail)
+    world.hand_over(reservation)
+    assert world.page_states(5, 6, 7) == {PageState.RESERVED}
+    assert world.events(reservation) == []
+    world.carry_out(world.core.tail_zeroed(world.now, reservation))
+    assert world.page_states(5, 6, 7) == {PageState.READY}
+    assert world.events(reservation) == ["ready"]
+
+
+def test_a_tail_that_was_zeroed_after_an_abort_makes_nothing_ready(world: Any) -> None:
+    reservation = world.reserve([5, 6, 7], tokens=40)
+    world.held.add(act.ZeroTail)
+    world.hand_over(reservation)
+    world.abort(reservation)
+    world.carry_out(world.core.tail_zeroed(world.now, reservation))
+    assert "ready" not in world.events(reservation)
 
 
 def test_a_reader_of_the_tail_only_gets_its_pages(world: Any) -> None:

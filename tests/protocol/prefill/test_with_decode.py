@@ -103,6 +103,8 @@ class Network:
                 return self.decode.fenced(self.now, action.session, action.generation)
         elif isinstance(action, act.Verify):
             return self.decode.verified(self.now, action.reservation, self.reports(action))
+        elif isinstance(action, act.ZeroTail):
+            return self.decode.tail_zeroed(self.now, action.reservation)
         return None
 
     def reports(self, action: act.Verify) -> dict[tuple[int, int], act.LegReport]:
