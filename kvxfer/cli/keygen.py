@@ -21,8 +21,9 @@ def command(
 ) -> None:
     """Make a CURVE key pair for one worker.
 
-    The secret file is readable by its owner only. Copy the public file into the peer's [bold]authorised[/bold] folder,
-    and the peer's here; prefill and decode then trust each other and nobody else.
+    The secret file is readable by its owner only. Copy kvxfer.pub to the peer's [bold]authorised[/bold] folder under a
+    name of its own (any name that ends in .pub), and the peer's here; prefill and decode then trust each other and
+    nobody else.
     """
     from kvxfer.control.keys import Keys
 
@@ -42,6 +43,7 @@ def command(
 
     def render(console: Console) -> None:
         console.print(f"secret key  {secret_path}  (keep it here)")
-        console.print(f"public key  {public_path}  (copy it to {directory.name}/authorised/ of the peer)")
+        console.print(f"public key  {public_path}")
+        console.print("copy kvxfer.pub to the peer's authorised/ folder under a name of its own")
 
     output.result(document, render)

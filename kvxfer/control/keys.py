@@ -3,7 +3,7 @@
 A key directory holds::
 
     kvxfer.key      the secret key, readable by its owner only
-    kvxfer.pub      the public key: copy it to the peers
+    kvxfer.pub      the public key: copy it to the peers, under a name of its own
     authorised      the peers' public keys, one a line, or a directory of such files (``*.pub``)
 
 A line of ``authorised`` is a public key and, after blanks, the hosts (``host`` or ``host:port``) where prefill servers

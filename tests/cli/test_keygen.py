@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import stat
 
 from kvxfer.cli import exit_codes
@@ -18,6 +19,18 @@ def test_the_keys_load_and_the_secret_is_never_printed(kvxfer, tmp_path):
     keys = Keys.load(tmp_path)
     assert keys.public.decode() == outcome.document["public_key"]
     assert keys.secret.decode() not in outcome.out
+
+
+def test_the_public_keys_of_several_peers_fit_into_one_folder_as_the_command_says(kvxfer, tmp_path):
+    (tmp_path / "own" / "authorised").mkdir(parents=True)
+    kvxfer("keygen", str(tmp_path / "own"))
+    publics = set()
+    for peer in ("decode-1", "decode-2"):
+        told = kvxfer("keygen", str(tmp_path / peer)).out.replace("\n", " ")
+        assert "copy kvxfer.pub to the peer's authorised/ folder under a name of its own" in told
+        shutil.copy(tmp_path / peer / "kvxfer.pub", tmp_path / "own" / "authorised" / f"{peer}.pub")
+        publics.add(Keys.load(tmp_path / peer).public)
+    assert Keys.load(tmp_path / "own").authorised == publics
 
 
 def test_keys_are_not_replaced_unless_asked_to(kvxfer, tmp_path):
