@@ -72,13 +72,14 @@ class DecodeEngine:
         pages: list[PageId] = [(KV, page) for page in kv]
         if with_state:
             state = self.free[STATE][-1]
-            request[STATE] = (np.zeros(1, np.uint64), np.array([state], np.uint64), first_token, None)  # type: ignore[assignment]
+            request[STATE] = (np.zeros(1, np.uint64), np.array([state], np.uint64), first_token, None)  # type:
+            ignore[assignment]
             pages.append((STATE, state))
         try:
             reservation, actions = node.core.reserve(
                 node.clock(),
                 request_id=plan.request_id,
-                pages=request,  # type: ignore[arg-type]
+                pages=request,
                 prefill=prefill,
                 incarnation=incarnation,
                 readers=len(plan.decodes),
@@ -144,6 +145,8 @@ class DecodeEngine:
         outcome = self.node.core.ready(handoff.reservation)
         if outcome.n_tokens != plan.n_tokens:
             raise Violation("S1-tokens", f"{handoff.reservation:x}: {outcome.n_tokens} tokens of {plan.n_tokens}")
+        if plan.n_tokens % TOKENS_PER_PAGE and handoff.reservation not in self.node.memory.zeroed:
+            raise Violation("S1-unconfirmed", f"{handoff.reservation:x} is READY before its last page's tail is zeroed")
         seen: set[PageId] = set()
         for leg in legs:
             committed = self.node.world.committed.get((handoff.reservation, leg.spec.leg))

@@ -274,9 +274,6 @@ class DecodeNode(Node):
         return None
 
     def _zero_tail(self, action: act.ZeroTail) -> Answer:
-        return self.core.tail_zeroed(self.clock(), action.reservation)
-
-    def _zero_tail(self, action: act.ZeroTail) -> Answer:
         """Decode itself writes, and only where the reservation is still the owner."""
         for group in action.groups:
             page = group.group, int.from_bytes(group.pool_pages[-8:], "little")

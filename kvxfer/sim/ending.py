@@ -83,7 +83,7 @@ def _prefill_ended(node: PrefillNode) -> None:
 def check_fair(world: World, workload: Workload) -> None:
     """Whoever was not disturbed has succeeded, at every reader and every rank of the prefill."""
     plan = world.plan
-    if not plan.fair and (plan.lane_kind == "verbs" or plan.hasty or plan.weather.slow):
+    if not plan.fair and (plan.lane_kind == "verbs" or plan.hasty):
         return  # a fence costs neighbours, and who is in a hurry may be too late
     repeated = {
         one.request_id for one in plan.requests if sum(r.request_id == one.request_id for r in plan.requests) > 1

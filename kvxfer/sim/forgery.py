@@ -1,6 +1,7 @@
 """Frames and records that no honest peer sends: forged with the right epoch and number, or replayed.
 
-Left out are the lies that no receiver can see through, and that the design names as its limits: an authenticated prefill
+Left out are the lies that no receiver can see through, and that the design names as its limits: an authenticated
+prefill
 that says QUIESCED of what it has not drained.
 """
 

@@ -1,8 +1,10 @@
 """The lanes of one generation of one session, both ends of them.
 
 Three kinds. ``tcp``: the source is read when the bytes go to the socket, decode's core places them. ``local``: decode's
-core reads the source when it copies, and prefill's generation slot says whether it may. ``verbs``: the adapter reads and
-writes by itself, also when a process is stopped; what was posted may land after an error completion, minutes later, until
+core reads the source when it copies, and prefill's generation slot says whether it may. ``verbs``: the adapter reads
+and
+writes by itself, also when a process is stopped; what was posted may land after an error completion, minutes later,
+until
 decode's fence has returned.
 """
 

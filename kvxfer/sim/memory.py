@@ -45,6 +45,7 @@ class DecodeMemory:
         self.claims: dict[int, Claim] = {}
         self.holder: dict[PageId, int] = {}  # pages that a reservation holds, while peers may write them
         self.read: dict[PageId, int] = {}  # pages that the engine reads after READY, and of which reservation
+        self.zeroed: set[int] = set()  # live reservations whose last page has been zeroed past the last token
         self.reserved_pages = 0  # as the ledger must count them
         self.quarantined_pages = 0
 
@@ -87,6 +88,7 @@ class DecodeMemory:
             self.quarantined_pages -= len(claim.pages)
         else:
             self.reserved_pages -= len(claim.pages)
+        self.zeroed.discard(reservation)
         for page in claim.pages:
             if self.holder.pop(page, None) != reservation:
                 raise Violation("S5-lost", f"{self.name}: page {page} was not {reservation:x}'s when it ended")

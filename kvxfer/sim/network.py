@@ -84,15 +84,13 @@ class Network:
             return
         weather = world.plan.weather
         dice = world.chance(f"net:{source}>{target}")
-        if world.healed:
-            world.later(weather.delay_s + dice.random() * 0.01, arrive)
-            return
-        for _ in range(2 if dice.random() < weather.duplicate else 1):
-            if dice.random() < weather.loss:
+        calm = world.healed
+        for _ in range(2 if not calm and dice.random() < weather.duplicate else 1):
+            if not calm and dice.random() < weather.loss:
                 world.counts["frames lost"] += 1
                 continue
-            delay_s = weather.delay_s + dice.random() * weather.jitter_s
-            if weather.slow and dice.random() < weather.slow:
+            delay_s = weather.delay_s + dice.random() * (0.01 if calm else weather.jitter_s)
+            if weather.slow and not calm and dice.random() < weather.slow:
                 delay_s += dice.random() * weather.slow_s
             when = world.now + delay_s
             if weather.ordered:

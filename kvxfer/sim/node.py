@@ -164,7 +164,7 @@ class Node(ABC):
             self.world.note(self.name, "KILLED")
             self.killed()
 
-    def after_tick(self) -> None:
+    def after_tick(self) -> None:  # noqa: B027 - a hook that a node need not have
         """What must hold once everything that was due is done."""
 
     @abstractmethod

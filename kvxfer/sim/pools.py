@@ -40,7 +40,10 @@ def _geometry(plan: Scenario, pages: int, layers: Sequence[int], units: tuple[in
     total = plan.ranks if plan.sharding == "heads" else 1
     held = stop - start
     row = held * UNIT_BYTES
-    regions = tuple(Region(f"layer{n}", "u8", row, row, units=held, unit_bytes=UNIT_BYTES) for n in layers)
+    regions = tuple(
+        Region(f"layer{n}", "u8", row, row, units=held, unit_bytes=UNIT_BYTES, token_rows=held, token_bytes=1)
+        for n in layers
+    )
     groups = []
     if regions:
         replicated = plan.sharding == "replicated"
@@ -52,7 +55,8 @@ def _geometry(plan: Scenario, pages: int, layers: Sequence[int], units: tuple[in
 
 class Place(NamedTuple):
     """One chunk of a leg. ``number`` is what its digest is bound to; ``cell`` names decode's memory, ``source``
-    prefill's (group, region, logical page); ``truth`` is what the page must contain, in content.page_content's words."""
+    prefill's (group, region, logical page); ``truth`` is what the page must contain, in content.page_content's
+    words."""
 
     number: int
     cell: int

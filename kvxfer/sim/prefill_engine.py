@@ -1,4 +1,5 @@
-"""The engine of a simulated prefill rank: computes prompts into source pages, writes them in batches, commits; and makes
+"""The engine of a simulated prefill rank: computes prompts into source pages, writes them in batches, commits; and
+makes
 the mistakes that a request's plan asks for."""
 
 from __future__ import annotations

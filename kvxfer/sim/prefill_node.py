@@ -160,7 +160,7 @@ class PrefillNode(Node):
         if group is None or group.destroyed or group.generation != reserve.generation:
             cause = "attach: closed: the lanes of the generation are gone"
             return self.core.leg_failed(self.clock(), action.session, reserve.reservation, cause)
-        if not self.world.plan.fair and not self.world.healed and self._dice.random() < 0.01:
+        if self.world.plan.hasty and not self.world.healed and self._dice.random() < 0.02:
             cause = "attach: busy: no generation slot is free"
             return self.core.leg_failed(self.clock(), action.session, reserve.reservation, cause)
         key = action.session, reserve.reservation

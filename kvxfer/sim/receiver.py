@@ -1,4 +1,5 @@
-"""Decode's simulated receiving core: tables of legs, what landed on which lane, and the reports that Verify asks for."""
+"""Decode's simulated receiving core: tables of legs, what landed on which lane, and the reports that Verify asks
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One leg in the simulated sender's core: what it has to post, what it has posted, and whether a lane can still read its
+"""One leg in the simulated sender's core: what it has to post, what it has posted, and whether a lane can still read
+its
 sources (S3)."""
 
 from __future__ import annotations

@@ -85,21 +85,21 @@ class Simulation:
         world, plan = self.world, self.plan
         self.workload.start()
         self.faults.start()
-        last_s = max((item.at_s for item in (*plan.requests, *plan.faults)), default=0.0)
+        last_s = max([*(one.at_s for one in plan.requests), *(one.at_s for one in plan.faults)], default=0.0)
         active_s = min(last_s, plan.horizon_s) + 5.0
         while world.events < plan.events and world.next_at() <= active_s:
             world.step()
         self.faults.heal()
         self._until_quiet()
         check_ended(world)
-        if plan.fair or plan.weather.loss <= 0.2:
+        if plan.fair or plan.weather.ordered:
             check_fair(world, self.workload)
         self._close()
 
     def _until_quiet(self) -> None:
         world = self.world
         until_s, events = world.now + SETTLE_S, world.events
-        while not quiet(world):
+        while self.workload.pending or not quiet(world):
             for _ in range(LOOK_EVERY):
                 if not world.step():
                     break
@@ -113,7 +113,8 @@ class Simulation:
         self.workload.closing = True
         for node in nodes:
             assert isinstance(node, (DecodeNode, PrefillNode))
-            node.deliver("closes", lambda node=node: node.core.close(node.clock(), "the run is over"))  # type: ignore[misc]
+            node.deliver("closes", lambda node=node: node.core.close(node.clock(), "the run is over"))  # type:
+            ignore[misc]
         until_s = world.now + CLOSE_S
         while not all(node.core.is_closed for node in nodes):
             if world.next_at() > until_s or not world.step():

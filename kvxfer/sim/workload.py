@@ -29,6 +29,7 @@ class Workload:
         self.excused: set[int] = set()  # serials that need not succeed
         self.begun: set[int] = set()
         self.why: dict[int, str] = {}
+        self.pending = 0  # calls that are planned and have not been made
         self.closing = False  # the engines have no more work
         self._retried: dict[tuple[int, int], int] = {}
 
@@ -36,6 +37,14 @@ class Workload:
         for plan in self.plan.requests:
             if plan.at_s <= self.plan.horizon_s:
                 self.world.at(plan.at_s, lambda plan=plan: self._begin(plan))  # type: ignore[misc]
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        def make() -> None:
+            self.pending -= 1
+            call()
+
+        self.pending += 1
+        self.world.later(delay_s, make)
 
     @property
     def _goes_on(self) -> bool:
@@ -53,14 +62,14 @@ class Workload:
             self.excused.add(plan.serial)
         incarnation = self._incarnation(plan) if plan.expect_incarnation else None
         for rank in range(len(plan.decodes)):
-            self.world.later(
+            self._later(
                 plan.reserve_after_s,
                 lambda rank=rank: self._reserve(plan, rank, 0, PATIENCE, incarnation),  # type: ignore[misc]
             )
         for name in self._prefill(plan):
-            self.world.later(plan.accept_after_s, lambda name=name: self._accept(plan, name, PATIENCE))  # type: ignore[misc]
+            self._later(plan.accept_after_s, lambda name=name: self._accept(plan, name, PATIENCE))  # type: ignore[misc]
         if plan.abort_prefill_after_s is not None:
-            self.world.later(plan.accept_after_s + plan.abort_prefill_after_s, lambda: self._abort_prefill(plan))
+            self._later(plan.accept_after_s + plan.abort_prefill_after_s, lambda: self._abort_prefill(plan))
 
     def _prefill(self, plan: RequestPlan) -> list[str]:
         return [f"prefill{plan.prefill}.{rank}" for rank in range(self.plan.ranks)]
@@ -91,14 +100,14 @@ class Workload:
             found = node.engine.reserve(plan, rank, attempt, self._prefill(plan), incarnation)
             if found == "later" and patience > 0 and self._goes_on:
                 self.world.counts["reserve waits for pages"] += 1
-                self.world.later(1.0, lambda: self._reserve(plan, rank, attempt, patience - 1, incarnation))
+                self._later(1.0, lambda: self._reserve(plan, rank, attempt, patience - 1, incarnation))
             elif isinstance(found, str):
                 self.excused.add(plan.serial)
                 self.why.setdefault(plan.serial, f"reserve: {found}")
                 node.engine.decline(plan, rank, self._prefill(plan))
             elif plan.abort_decode_after_s is not None and attempt == 0:
                 reservation = found.reservation
-                self.world.later(
+                self._later(
                     plan.abort_decode_after_s,
                     lambda: node.deliver("engine aborts", lambda: node.engine.abort(reservation)),
                 )
@@ -114,7 +123,7 @@ class Workload:
             found = node.engine.accept(plan)
             if found == "later" and patience > 0 and self._goes_on:
                 self.world.counts["accept waits"] += 1
-                self.world.later(1.0, lambda: self._accept(plan, name, patience - 1))
+                self._later(1.0, lambda: self._accept(plan, name, patience - 1))
             elif found != "accepted":
                 self.excused.add(plan.serial)
                 self.why.setdefault(plan.serial, f"accept: {found}")
@@ -146,9 +155,9 @@ class Workload:
         if error.retryable and self._retried.get(key, 0) < plan.retries and self._goes_on:
             self._retried[key] = self._retried.get(key, 0) + 1
             self.world.counts["handoffs retried"] += 1
-            self.world.later(0.1, lambda: self._reserve(plan, handoff.rank, handoff.attempt + 1, PATIENCE, None))
+            self._later(1.0, lambda: self._reserve(plan, handoff.rank, handoff.attempt + 1, PATIENCE, None))
             for name in self._prefill(plan):
-                self.world.later(0.1, lambda name=name: self._accept(plan, name, PATIENCE))  # type: ignore[misc]
+                self._later(1.0, lambda name=name: self._accept(plan, name, PATIENCE))  # type: ignore[misc]
 
     def sent(self, plan: RequestPlan, prefill: str) -> None:
         self.world.counts["grants ready"] += 1

@@ -14,6 +14,7 @@ import pytest
 from kvxfer import DecodeEndpoint, Pages
 from kvxfer.errors import Aborted, KvxferError, LaneFailed, PeerLost, PeerRestarted
 
+from .conftest import PAGE_SHAPE, Side
 from .waiting import until
 
 N_TOKENS = 50
@@ -64,7 +65,7 @@ def test_a_paused_prefill_that_wakes_never_changes_the_pages_of_their_next_owner
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("stage", ["reserved", "accepted", "writing", "written", "committing"])
+@pytest.mark.parametrize("stage", ["reserved", "accepted", "writing", "written"])
 def test_a_killed_prefill_gives_decode_its_pages_back_at_every_stage(
     start_worker: Any, decode: Any, target: Any, stage: str
 ) -> None:
@@ -78,8 +79,6 @@ def test_a_killed_prefill_gives_decode_its_pages_back_at_every_stage(
         prefill.call("write", "r", SOURCE[:2])
     if stage == "written":
         prefill.call("write", "r", SOURCE[2:], 2)
-    if stage == "committing":
-        prefill.post("send", "other", SOURCE, N_TOKENS)
     prefill.kill()
     with pytest.raises((PeerLost, KvxferError)) as caught:
         handoff.wait(10)
@@ -88,34 +87,64 @@ def test_a_killed_prefill_gives_decode_its_pages_back_at_every_stage(
     assert set(target.pool.ledger.states(0)) == {0}
 
 
-def test_a_killed_prefill_after_its_commit_leaves_a_whole_handoff_or_a_clean_refusal(
-    start_worker: Any, decode: Any, target: Any
+@pytest.mark.parametrize("stage", ["accepting", "writing", "committing", "committed"])
+def test_a_prefill_killed_around_its_commit_leaves_a_whole_handoff_or_a_clean_refusal(
+    start_worker: Any, decode: Any, target: Any, stage: str
 ) -> None:
+    """``stage``: how far prefill has certainly come when it is killed; what follows is under way."""
     prefill = start_worker("prefill")
     handoff = decode.reserve("r", wanted(TARGET, N_TOKENS), prefill=prefill.hello["address"], timeout_s=30)
     until(lambda: decode.counters().get("lane_up", 0) > 0)
-    prefill.post("send", "r", SOURCE, N_TOKENS)
+    if stage == "accepting":
+        prefill.post("send", "r", SOURCE, N_TOKENS)
+    else:
+        prefill.call("accept", "r")
+        prefill.call("offered", "r")
+        steps = (("write", "r", SOURCE), ("commit", "r", N_TOKENS))
+        done = {"writing": 0, "committing": 1, "committed": 2}[stage]
+        for step in steps[:done]:
+            prefill.call(*step)
+        for step in steps[done:]:
+            prefill.post(*step)
     prefill.kill()
     try:
         ready = handoff.wait(10)
     except KvxferError as error:
         assert error.retryable
         assert handoff.wait_released(10)
+        assert set(target.pool.ledger.states(0)) == {0}
     else:
         assert ready.n_tokens == N_TOKENS
-        assert all(layer[page].any() for layer in target.layers for page in TARGET)
+        source = Side(seed=1)  # what the worker filled its pool with
+        for sent, landed in zip(source.copy(SOURCE), target.copy(TARGET), strict=True):
+            slots = (-1, *PAGE_SHAPE[1:])
+            np.testing.assert_array_equal(landed.reshape(slots)[:N_TOKENS], sent.reshape(slots)[:N_TOKENS])
 
 
-def test_a_killed_decode_gives_prefill_its_source_pages_back(start_worker: Any, make_pair: Any) -> None:
+@pytest.mark.parametrize("stage", ["reserved", "writing", "written", "committed"])
+def test_a_killed_decode_gives_prefill_its_source_pages_back_at_every_stage(
+    start_worker: Any, make_pair: Any, stage: str
+) -> None:
     pair = make_pair(prefill={"heartbeat_timeout_s": 2.0, "heartbeat_s": 0.3})
     decode = start_worker("decode")
     decode.call("reserve", "r", TARGET, N_TOKENS, pair.prefill.address, 30)
     grant = pair.prefill.accept("r", timeout_s=30)
-    grant.write({"kv": Pages(range(2), SOURCE[:2])})
     until(lambda: grant.first_token is not None)
+    if stage != "reserved":
+        # Stopped, so that it cannot complete the handoff before it is killed.
+        decode.stop()
+        grant.write({"kv": Pages(range(2), SOURCE[:2])})
+    if stage in ("written", "committed"):
+        grant.write({"kv": Pages(range(2, 4), SOURCE[2:])})
+    if stage == "committed":
+        grant.commit(N_TOKENS)
     decode.kill()
     assert grant.wait_released(10)
     assert grant.error is not None and grant.error.retryable
+    second = pair.reserve("r2", TARGET, N_TOKENS)
+    pair.send("r2", SOURCE, N_TOKENS)
+    second.wait(10)
+    pair.assert_delivered(SOURCE, TARGET, N_TOKENS)
 
 
 def test_a_paused_decode_does_not_keep_prefill_from_its_blocks(start_worker: Any, make_pair: Any) -> None:

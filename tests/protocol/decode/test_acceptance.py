@@ -105,6 +105,21 @@ def test_a_record_that_counts_other_chunks_is_refused() -> None:
     assert refused.value.details["kind"] == "record"
 
 
+@pytest.mark.parametrize("stray_on", [0, 1])
+def test_a_chunk_that_landed_on_a_lane_whose_record_did_not_post_it_is_refused(stray_on: int) -> None:
+    """Its other lane posted it and it landed there too, so that nothing is missing: two lanes wrote one place."""
+    leg = evidence()
+    landed = dict(leg.report.lane_bitmaps)
+    other_page = 7 - stray_on  # one of the chunks that the other lane carries
+    landed[stray_on] = (int.from_bytes(landed[stray_on], "little") | 1 << other_page).to_bytes(5, "little")
+    leg.report = LegReport(landed, leg.report.folds, 0, 64 * (N_PAGES + 1))
+    with pytest.raises(VerificationFailed) as refused:
+        accept(offer(), [leg])
+    details = refused.value.details
+    assert (details["kind"], details["logical_pages"]) == ("coverage", {"kv": [other_page]})
+    assert details["findings"] == ["chunks landed that no record posted on that lane"]
+
+
 def test_a_reservation_without_legs_is_refused() -> None:
     with pytest.raises(VerificationFailed):
         accept(offer(), [])
