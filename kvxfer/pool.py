@@ -18,6 +18,7 @@ from kvxfer.errors import GeometryError, NotReady
 from kvxfer.fingerprint import geometry_of
 from kvxfer.geometry import Group, PoolGeometry, Region, RegionMemory
 from kvxfer.ledger import PageLedger, PageState
+from kvxfer.ledger_view import LedgerView
 from kvxfer.overlay import id_spaces
 from kvxfer.page_allocator import PageAllocator
 from kvxfer.page_group import PageGroup
@@ -50,6 +51,7 @@ class PagePool:
         "_geometry",
         "_groups",
         "_ledger",
+        "_ledger_view",
         "_lock",
         "_native",
         "_region_index",
@@ -117,6 +119,7 @@ class PagePool:
         self._ledger = PageLedger(
             [max(n for n, of in zip(n_pages, spaces, strict=True) if of == space) for space in range(max(spaces) + 1)]
         )
+        self._ledger_view = LedgerView(self._ledger)
         self._native: PoolMap | None = None
         self._lock = threading.Lock()
         self._allocators: dict[int, PageAllocator] = {}
@@ -144,9 +147,9 @@ class PagePool:
         return self._region_memory
 
     @property
-    def ledger(self) -> PageLedger:
-        """Owner and state of every page."""
-        return self._ledger
+    def ledger(self) -> LedgerView:
+        """Owner and state of every page, to look at. Only endpoints, which hold the ledger itself, change them."""
+        return self._ledger_view
 
     @property
     def id_spaces(self) -> tuple[int, ...]:

@@ -72,8 +72,8 @@ class DecodeEngine:
         pages: list[PageId] = [(KV, page) for page in kv]
         if with_state:
             state = self.free[STATE][-1]
-            request[STATE] = (np.zeros(1, np.uint64), np.array([state], np.uint64), first_token, None)  # type:
-            ignore[assignment]
+            where = np.array([state], np.uint64)
+            request[STATE] = (np.zeros(1, np.uint64), where, first_token, None)  # type: ignore[assignment]
             pages.append((STATE, state))
         try:
             reservation, actions = node.core.reserve(

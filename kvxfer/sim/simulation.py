@@ -111,10 +111,10 @@ class Simulation:
         world = self.world
         nodes = list(world.nodes.values())
         self.workload.closing = True
+        reason = "the run is over"
         for node in nodes:
             assert isinstance(node, (DecodeNode, PrefillNode))
-            node.deliver("closes", lambda node=node: node.core.close(node.clock(), "the run is over"))  # type:
-            ignore[misc]
+            node.deliver("closes", lambda node=node: node.core.close(node.clock(), reason))  # type: ignore[misc]
         until_s = world.now + CLOSE_S
         while not all(node.core.is_closed for node in nodes):
             if world.next_at() > until_s or not world.step():

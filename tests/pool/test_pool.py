@@ -86,6 +86,30 @@ def test_a_pool_cannot_be_subclassed_nor_given_another_ledger(pool: PagePool) ->
         pool.page = None  # type: ignore[method-assign,assignment]
 
 
+@pytest.mark.parametrize("state", list(PageState))
+def test_a_page_cannot_be_opened_through_the_pools_ledger(pool: PagePool, state: PageState) -> None:
+    pool._ledger.claim(A, {0: [2]})
+    for change in ("mark", "release", "claim", "free_ready", "pin", "unpin"):
+        with pytest.raises(AttributeError):
+            getattr(pool.ledger, change)
+    pool.ledger.states(0)[2] = state
+    assert pool.ledger.state_of(0, 2) == PageState.RESERVED
+    with pytest.raises(NotReady):
+        pool.page("kv", 0, 2)
+
+
+def test_a_page_that_is_being_sent_cannot_be_given_back() -> None:
+    pool = PagePool([PageGroup("kv", np.zeros((4, 4), np.uint8), tokens_per_page=1)])
+    pages = pool.take(2)
+    pool._ledger.pin({0: pages[1:]})
+    with pytest.raises(OwnershipError, match="being sent"):
+        pool.give_back(pages)
+    assert pool.n_free() == 2, "all of them or none"
+    pool._ledger.unpin({0: pages[1:]})
+    pool.give_back(pages)
+    assert pool.n_free() == 4
+
+
 def test_a_view_keeps_the_memory_alive() -> None:
     pool = PagePool([PageGroup("kv", np.full((4, 8), 9, np.uint8), tokens_per_page=1)])
     view = pool.page("kv", 0, 1)
