@@ -40,7 +40,9 @@ def forge(world: World, decode: DecodeNode, prefill: PrefillNode) -> None:
             return
         epoch, sequence = known
         number = sequence + dice.choice([1, 1, 3])
-        reserve = dice.choice(list(network.reserves)) if network.reserves else None
+        # On verbs nobody but decode itself can vouch for the pages that it names, so it does not lie about those.
+        reserves = [r for its, r in network.reserves if its == epoch or world.plan.lane_kind != "verbs"]
+        reserve = dice.choice(reserves) if reserves else None
         world.counts["frames forged"] += 1
         if to_prefill:
             prefill.frame(links[-1].route, epoch, number, _for_prefill(dice, reserve))

@@ -29,7 +29,7 @@ class Network:
         self._held: list[tuple[frozenset[str], Callable[[], None]]] = []
         self.recent: deque[Callable[[], None]] = deque(maxlen=RECENT)  # frames that were sent, to be replayed
         self.last: dict[tuple[bytes, bool], tuple[bytes, int]] = {}  # (route, to prefill) -> epoch, sequence
-        self.reserves: deque[Reserve] = deque(maxlen=RECENT)
+        self.reserves: deque[tuple[bytes, Reserve]] = deque(maxlen=RECENT)  # with the epoch of each
 
     # ---- sockets -----------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ class Network:
         route = self.route_of(session, node)
         self.last[route, True] = epoch, sequence
         if isinstance(message, Reserve):
-            self.reserves.append(message)
+            self.reserves.append((epoch, message))
 
         def arrive() -> None:
             target = self._world.nodes.get(peer)
