@@ -166,7 +166,8 @@ class Endpoint(ABC):
     def _wait_until(self, reached: Callable[[], bool], timeout_s: float) -> bool:
         """Waits for a condition over the core's state; False when the time is up."""
         with self._changed:
-            return self._changed.wait_for(reached, timeout_s)
+            # S6: as long as a lock can wait, and not at all for what is not a number.
+            return self._changed.wait_for(reached, min(timeout_s, threading.TIMEOUT_MAX) if timeout_s > 0 else 0.0)
 
 
 def as_error(cause: BaseException, text: str, **details: Any) -> KvxferError:

@@ -59,3 +59,16 @@ def test_an_endpoint_that_could_not_be_made_does_not_hold_up_the_garbage_collect
     collected = threading.Event()
     threading.Thread(target=lambda: (gc.collect(), collected.set()), daemon=True).start()
     assert collected.wait(10)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
+def test_an_endless_wait_ends_with_what_it_waits_for(pair: Any, timeout_s: float) -> None:
+    grant = pair.send("r", [5], 16)
+    pair.reserve("r", [2], 16).wait(10)
+    assert grant.wait_released(timeout_s)
+    pair.decode.close(timeout_s)
+
+
+def test_waiting_for_no_number_of_seconds_returns_at_once(pair: Any) -> None:
+    grant = pair.prefill.accept("r", timeout_s=10)
+    assert not grant.wait_released(float("nan"))
