@@ -19,9 +19,10 @@ from kvxfer.errors import (
 )
 from kvxfer.grant import _MAKE, Batch, Grant, Layers, Plan, PlanEntry
 from kvxfer.pages import Pages
-from kvxfer.prefill_executor import PrefillExecutor, RegionsByLayer
+from kvxfer.prefill_executor import PrefillExecutor
 from kvxfer.protocol.actions import Notify
 from kvxfer.record_bounds import MAX_AUX_BYTES
+from kvxfer.region_table import RegionsByLayer
 
 
 @final

@@ -36,13 +36,11 @@ from kvxfer.protocol.actions import Action, Audit
 from kvxfer.protocol.messages import Reserve
 from kvxfer.protocol.prefill import PrefillCore
 from kvxfer.protocol.prefill_config import PrefillConfig
+from kvxfer.region_table import regions_by_layer
 
 _LOG = logging.getLogger("kvxfer")
 DEFAULT_LOCAL_LANES = 1
 DEFAULT_TCP_LANES = 2
-
-RegionsByLayer = dict[str | int | None, npt.NDArray[np.uint32]]
-"""Region indices of one group, ascending, by layer name, region name and layer number; None: all of them."""
 
 
 class PrefillExecutor(Endpoint):
@@ -74,7 +72,7 @@ class PrefillExecutor(Endpoint):
         self._worker: threading.Thread | None = None
         self._next_tick: float | None = None
         self._regions = {
-            group.name: (index, _regions_by_layer(pool, index), group.n_pages)
+            group.name: (index, regions_by_layer(pool, index), group.n_pages)
             for index, group in enumerate(pool.geometry.groups)
         }
         self._incarnation = os.urandom(8)
@@ -455,17 +453,3 @@ class PrefillExecutor(Endpoint):
         if not self._reactor.in_thread():
             self._reactor.stop(5.0)
         self._events.close()
-
-
-def _regions_by_layer(pool: PagePool, group: int) -> RegionsByLayer:
-    """Says what ``PagePool.regions_of`` says, without a search at each write."""
-    regions = pool.geometry.groups[group].regions
-    indices: defaultdict[str | int | None, list[int]] = defaultdict(list)
-    for index, layer in enumerate(pool.groups[group].layer_of):
-        indices[layer].append(index)
-    for index, region in enumerate(regions):
-        indices.setdefault(region.layer, [index])  # after the layers: their names come first
-    for number, layer in enumerate(pool.layers_of(group)):
-        indices[number] = indices[layer]
-    indices[None] = list(range(len(regions)))
-    return {name: np.array(found, np.uint32) for name, found in indices.items()}
