@@ -162,8 +162,7 @@ class PrefillExecutor(Endpoint):
             return deadline
 
     def _rearm(self) -> None:
-        """After a call from the engine's thread: the I/O thread may have less time than it thinks, or frames to
-        read."""
+        """After a call from the engine's thread: the I/O thread may have less time, or frames to read."""
         deadline = self._core.next_deadline()
         sooner = deadline is not None and (self._next_tick is None or deadline < self._next_tick)
         if sooner or self._server.pending():
@@ -235,9 +234,7 @@ class PrefillExecutor(Endpoint):
             action.session, action.epoch, action.generation, max(self._lane_counts.values(), default=0)
         )
         self._listener.serve(action.session, action.epoch, action.generation, action.secret, self._lane_counts)
-        if older is None:
-            return None
-        return self._settled(self._core.lanes_closed, action.session, older)
+        return None if older is None else self._lanes_closed(action.session, older)
 
     def _close_session(self, action: act.CloseSession) -> Sequence[Action] | None:
         generation = self._generations.pop(action.session, None)
@@ -245,16 +242,14 @@ class PrefillExecutor(Endpoint):
             return None
         self._listener.withdraw(action.session, generation)
         self._sender.close_session(action.session, generation)
-        return self._settled(self._core.lanes_closed, action.session, generation)
+        return self._lanes_closed(action.session, generation)
 
-    def _settled(
-        self, answer: Callable[[float, int, int], Sequence[Action]], session: int, generation: int
-    ) -> Sequence[Action]:
+    def _lanes_closed(self, session: int, generation: int) -> Sequence[Action]:
         # What the lanes reported before they ended is heard first: a leg that had drained did drain.
         now = self._now()
         for completion in self._completions.poll():
             self._complete(now, *completion)
-        return answer(now, session, generation)
+        return self._core.lanes_closed(now, session, generation)
 
     def _attach(self, action: act.Attach) -> Sequence[Action] | None:
         reserve: Reserve = action.reserve
