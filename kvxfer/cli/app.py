@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer._version import __version__
-from kvxfer.cli import bench, demo, exit_codes, keygen
+from kvxfer.cli import bench, demo, exit_codes, keygen, sim
 from kvxfer.cli.output import CliError, Output, kvxfer_error
 from kvxfer.errors import CapacityError, ConfigurationError, GeometryError, InsecureEndpoint, KvxferError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("demo")(demo.command)
 app.command("bench")(bench.command)
 app.command("keygen")(keygen.command)
+app.command("sim")(sim.command)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.errors import CapacityError, DuplicateRequest, PeerRestarted
+from kvxfer.errors import CapacityError, DuplicateRequest, OwnershipError, PeerRestarted
 from kvxfer.protocol.actions import Notify
 from kvxfer.sim.content import chunk_content, page_content
 from kvxfer.sim.memory import PageId
@@ -66,6 +66,9 @@ class DecodeEngine:
         if not oversize and (len(self.free[KV]) < n_pages or (with_state and not self.free[STATE])):
             return "later"
         kv = list(range(n_pages)) if oversize else self.free[KV][-n_pages:]
+        held = next((page for group, page in node.memory.holder if group == KV), None)
+        if plan.kind == "greedy" and held is not None:
+            kv[0] = held
         logical = np.arange(first, last + 1, dtype=np.uint64)
         first_token = plan.first_token or None
         request = {KV: (logical, np.array(kv, np.uint64), first_token, plan.n_tokens - plan.first_token)}
@@ -86,8 +89,10 @@ class DecodeEngine:
                 rank=rank,
                 timeout_s=plan.reserve_timeout_s,
             )
-        except (CapacityError, DuplicateRequest, PeerRestarted) as refused:
+        except (CapacityError, DuplicateRequest, OwnershipError, PeerRestarted) as refused:
             node.world.counts[f"reserve refused: {type(refused).__name__}"] += 1
+            if isinstance(refused, OwnershipError) and plan.kind != "greedy":
+                raise Violation("S5-lost", f"{node.name}: a page that is free is refused: {refused}") from refused
             return "refused"
         del self.free[KV][-n_pages:]
         if with_state:

@@ -78,6 +78,10 @@ class LaneGroup:
         self._turn = 0
         self._dice = world.chance(f"lane:{prefill.name}:{len(world.groups)}")
 
+    @property
+    def _step_s(self) -> float:
+        return 0.004 if self.world.healed else self.world.plan.lane_step_s
+
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def connect(self, decode: DecodeNode, session: int) -> None:
@@ -193,7 +197,7 @@ class LaneGroup:
     def _kick_sending(self, lane: Lane) -> None:
         if not lane.sending and lane.connected and not lane.broken and not self.destroyed:
             lane.sending = True
-            self.world.later(0.0005 + self._dice.random() * 0.004, lambda: self._send(lane))
+            self.world.later(0.0005 + self._dice.random() * self._step_s, lambda: self._send(lane))
 
     def _send(self, lane: Lane) -> None:
         lane.sending = False
@@ -265,7 +269,7 @@ class LaneGroup:
         if lane.landing or not lane.wire or not lane.installed or self.fenced:
             return
         lane.landing = True
-        delay_s = 0.0005 + self._dice.random() * 0.004
+        delay_s = 0.0005 + self._dice.random() * self._step_s
         if not self.world.plan.fair and not self.world.healed:
             if lane.broken and self.kind == "verbs":
                 delay_s += self._dice.choice([0.1, 5.0, 120.0]) * self._dice.random()

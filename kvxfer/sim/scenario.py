@@ -24,6 +24,7 @@ MISTAKES = (
     "oversize",  # decode reserves more than its pool, or prefill's, can hold
     "reject",  # prefill's engine refuses the request
     "decline",  # decode does not want the pages
+    "greedy",  # decode's engine offers a page that a handoff still holds
     "double",  # the sender's core puts a chunk on its lanes twice (lanes that decode places only)
 )
 
@@ -101,6 +102,7 @@ class Scenario:
     clock_skew: float
     hasty: bool  # short time-outs, small memories
     eager_completion: bool  # verbs: success may be reported before the bytes are visible
+    lane_step_s: float  # how long a few frames take on a lane
     weather: Weather
     requests: tuple[RequestPlan, ...]
     faults: tuple[FaultPlan, ...]
@@ -113,7 +115,7 @@ class Scenario:
         return frozenset(name for fault in self.faults for name in fault.target.split())
 
 
-DEFAULT_EVENTS = 1200
+DEFAULT_EVENTS = 2500
 
 
 def scenario(seed: int, events: int = DEFAULT_EVENTS) -> Scenario:
@@ -140,13 +142,14 @@ def scenario(seed: int, events: int = DEFAULT_EVENTS) -> Scenario:
         clock_skew=dice.choice([0.0, 0.02, 0.2]),
         hasty=not fair and dice.random() < 0.5,
         eager_completion=dice.random() < 0.5,
+        lane_step_s=0.004 if fair else dice.choice([0.004, 0.004, 0.1, 0.5]),
         weather=_weather(dice, fair),
         requests=(),
         faults=(),
         events=events,
     )
     requests = _requests(dice, base)
-    faults = () if fair else _faults(dice, base, requests[-1].at_s)
+    faults = () if fair else _faults(dice, base, requests)
     return replace(base, requests=requests, faults=faults)
 
 
@@ -169,7 +172,7 @@ def _weather(dice: random.Random, fair: bool) -> Weather:
 def _requests(dice: random.Random, base: Scenario) -> tuple[RequestPlan, ...]:
     plans: list[RequestPlan] = []
     at_s = 0.0
-    for serial in range(1, dice.randint(8, 18)):
+    for serial in range(1, dice.randint(8, 30)):
         at_s += dice.expovariate(1.0) if dice.random() < 0.8 else dice.uniform(2.0, 15.0)
         kind = HONEST if base.fair or dice.random() < 0.7 else dice.choice(MISTAKES)
         if (kind == "careless" and base.verify != "digest") or (kind == "double" and base.lane_kind == "verbs"):
@@ -217,22 +220,29 @@ def _sometimes(dice: random.Random, chance: float) -> float | None:
     return dice.choice([0.0, 0.01, 0.1, 0.5, 2.0]) if dice.random() < chance else None
 
 
-def _faults(dice: random.Random, base: Scenario, last_s: float) -> tuple[FaultPlan, ...]:
+def _faults(dice: random.Random, base: Scenario, requests: tuple[RequestPlan, ...]) -> tuple[FaultPlan, ...]:
+    """Most of them strike while a request is under way, and those that it uses."""
     decodes = [f"decode{n}" for n in range(base.decodes)]
     prefills = [f"prefill{n}.{rank}" for n in range(base.prefills) for rank in range(base.ranks)]
     faults = []
-    for _ in range(dice.choice([0, 1, 2, 3, 5, 8])):
+    for _ in range(dice.choice([0, 1, 2, 4, 8, 12])):
         kind = dice.choice(
             ["pause", "pause", "crash", "partition", "lane", "lane", "lane", "forge", "forge", "flip"]
             + ["slow-fence", "dead-fence"] * (base.lane_kind == "verbs" or dice.random() < 0.2)
         )
         if kind == "flip" and base.verify != "digest":
             kind = "pause"  # coverage does not look at bytes
-        pair = f"{dice.choice(decodes)} {dice.choice(prefills)}"
-        one = dice.choice(decodes + prefills)
+        victim = dice.choice(requests)
+        if dice.random() < 0.7:
+            at_s = victim.at_s + dice.choice([0.0, 0.1, 1.0]) + dice.expovariate(5.0 if base.lane_step_s < 0.1 else 1.0)
+            pair = f"decode{dice.choice(victim.decodes)} prefill{victim.prefill}.{dice.randrange(base.ranks)}"
+        else:
+            at_s = dice.uniform(0.0, requests[-1].at_s + 1.0)
+            pair = f"{dice.choice(decodes)} {dice.choice(prefills)}"
+        one = dice.choice(pair.split())
         target = pair if kind in ("partition", "lane", "forge", "flip") else one
         if kind in ("slow-fence", "dead-fence"):
             target = dice.choice(decodes)
         duration = dice.choice([0.05, 0.5, 3.0, 20.0, 150.0])
-        faults.append(FaultPlan(dice.uniform(0.0, last_s + 1.0), kind, target, duration))
+        faults.append(FaultPlan(at_s, kind, target, duration))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
