@@ -139,9 +139,10 @@ def _shrunk_document(shrunk: Shrunk | None) -> dict[str, Any] | None:
 
 def _render(console: Console, report: Report, events: int, shrunk: Shrunk | None) -> None:
     console.print(_counts(report.counts))
+    hours = report.simulated_s / 3600
     console.print(
         f"{report.seeds} seeds of at most {events} events and their settling: {report.events} events in "
-        f"{report.seconds:.1f} s, {report.events_per_second:,.0f} events/s, {report.simulated_s / 3600:.1f} simulated hours"
+        f"{report.seconds:.1f} s, {report.events_per_second:,.0f} events/s, {hours:.1f} hours simulated"
     )
     if not report.found:
         console.print("[green]every rule held after every event[/green]")
