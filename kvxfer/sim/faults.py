@@ -96,7 +96,9 @@ class Faults:
         dice = self._world.chance("lanes")
         for group in list(prefill.groups.values()):
             if group.decode is decode:
-                group.break_lane(dice.randrange(len(group.lanes)), seen_by_decode=dice.random() < 0.5)
+                busiest = max(group.lanes, key=lambda lane: len(lane.wire))
+                lane = busiest if dice.random() < 0.7 else dice.choice(group.lanes)
+                group.break_lane(lane.index, seen_by_decode=dice.random() < 0.5)
 
     def _forge(self, fault: FaultPlan) -> None:
         """A hostile or confused peer speaks for a while: forged frames, and old ones again."""

@@ -173,6 +173,7 @@ class PrefillNode(Node):
         leg = SenderLeg(grant, group, reserve, places)
         self._by_reservation[key] = leg
         grant.legs[key] = leg
+        grant.ever.append(leg)
         group.legs[reserve.reservation] = leg
         for source in grant.written:
             leg.publish(source)
@@ -233,7 +234,7 @@ class PrefillNode(Node):
         if {"ready", "failed"} <= grant.told:
             raise Violation("S8-twice", f"{self.name}: grant {action.key} is both ready and failed")
         if action.kind == "released":
-            for leg in grant.legs.values():
+            for leg in grant.ever:
                 if leg.may_read:
                     raise Violation(
                         "S3-still-readable",

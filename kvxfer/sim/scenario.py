@@ -142,7 +142,7 @@ def scenario(seed: int, events: int = DEFAULT_EVENTS) -> Scenario:
         clock_skew=dice.choice([0.0, 0.02, 0.2]),
         hasty=not fair and dice.random() < 0.5,
         eager_completion=dice.random() < 0.5,
-        lane_step_s=0.004 if fair else dice.choice([0.004, 0.004, 0.1, 0.5]),
+        lane_step_s=0.004 if fair else dice.choice([0.004, 0.1, 0.5]),
         weather=_weather(dice, fair),
         requests=(),
         faults=(),
@@ -228,6 +228,7 @@ def _faults(dice: random.Random, base: Scenario, requests: tuple[RequestPlan, ..
     for _ in range(dice.choice([0, 1, 2, 4, 8, 12])):
         kind = dice.choice(
             ["pause", "pause", "crash", "partition", "lane", "lane", "lane", "forge", "forge", "flip"]
+            + ["lane"] * (3 if base.lane_kind == "verbs" else 0)
             + ["slow-fence", "dead-fence"] * (base.lane_kind == "verbs" or dice.random() < 0.2)
         )
         if kind == "flip" and base.verify != "digest":

@@ -19,7 +19,8 @@ class SourceGrant:
         self.request_id = request_id
         self.written: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.commit: tuple[int, bytes] | None = None
-        self.legs: dict[tuple[int, int], SenderLeg] = {}  # by session and reservation
+        self.legs: dict[tuple[int, int], SenderLeg] = {}  # attached ones, by session and reservation
+        self.ever: list[SenderLeg] = []  # all that were: a lane may read for one that was detached
         self.told: set[str] = set()  # kinds of events that the engine has had
         self.doubles = False  # a fault of the sender: one chunk is queued twice
         self.freed = False  # the engine was told that the sources are its own again
